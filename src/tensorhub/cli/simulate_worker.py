@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import queue
 import sys
@@ -30,6 +31,7 @@ def main(module: str) -> None:
     commands: queue.SimpleQueue[Line] = queue.SimpleQueue()
     parent = Parent(commands.put)
     search = importlib.import_module(module)
+    gc.freeze()  # no collection looks at the imported modules again
     parent.say()
     while True:
         parent.say(**run(search, **commands.get()))

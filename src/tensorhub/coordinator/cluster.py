@@ -386,7 +386,7 @@ class Cluster:
 
     def is_woken(self, operation: Operation) -> bool:
         """Whether it will be looked at."""
-        return operation.key in self.woken
+        return bool(self.woken) and operation.key in self.woken
 
     def file(self, operation: Operation) -> None:
         """Have it found by what it waits for now."""

@@ -71,6 +71,16 @@ from tensorhub.types import (
 
 SelectionKey = tuple[int, str]  # the shard that names the class, and its own id
 FORGOTTEN_KEPT_MAX = 4096  # numbers of a model, should a rollback make one the newest again
+# Names of their own, since Python 3.11 takes long to look up a member of an enum.
+VISIBLE = (VersionState.AVAILABLE, VersionState.UNAVAILABLE)
+SERVING = (ReplicaState.FILLING, ReplicaState.READY)
+DECIDED = (OperationState.COMMITTED, OperationState.ABORTED)
+_RUNNING, _VOTED, _LOST, _HOST = (
+    OperationState.RUNNING,
+    PartState.VOTED,
+    WorkerState.LOST,
+    Medium.HOST,
+)
 # purposes of a copy of one shard, which is a group of its own
 OF_ONE_SHARD = frozenset({Purpose.RETENTION, Purpose.SEED, Purpose.ARCHIVE})
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
@@ -337,7 +347,7 @@ class Version(_Moving[VersionState]):
 
     @property
     def visible(self) -> bool:
-        return self.state in (VersionState.AVAILABLE, VersionState.UNAVAILABLE)
+        return self.state in VISIBLE
 
     @property
     def is_kept(self) -> bool:
@@ -553,8 +563,8 @@ class Holding:
     def takes_readers(self) -> bool:
         return (
             not self.leaving
-            and self.replica.state in (ReplicaState.FILLING, ReplicaState.READY)
-            and self.member.worker.state is not WorkerState.LOST
+            and self.replica.state in SERVING
+            and self.member.worker.state is not _LOST
         )
 
     @property
@@ -574,7 +584,7 @@ class Holding:
     def is_spot(self) -> bool:
         """Whether it may be gone at any time. A copy in host memory is as spot as its worker."""
         member = self.member
-        return member.worker.spot if member.said.medium is Medium.HOST else member.group.spot
+        return member.worker.spot if member.said.medium is _HOST else member.group.spot
 
     @property
     def is_steady(self) -> bool:
@@ -623,7 +633,11 @@ class Holding:
         standing = None
         if takes_readers and is_live:
             standing = Standing(
-                worker.location, worker.transports, self.load, self.traffic.depth, self.number
+                worker.location,
+                worker.transports,
+                self.load_without(None),
+                self.traffic.depth,
+                self.number,
             )
         counts = (self.complete, is_source, is_source and is_live)
         return Counted(counts, standing, self.is_stranded, is_source and not self.is_spot)
@@ -912,7 +926,7 @@ class RankPart(_Moving[PartState]):
     @property
     def voted(self) -> bool:
         """Whether it agrees to the commit."""
-        return self.state is PartState.VOTED
+        return self.state is _VOTED
 
     def __repr__(self) -> str:
         return f"<RankPart {self.rank} {self.state} of {self.operation!r}>"
@@ -976,7 +990,7 @@ class Operation(_Moving[OperationState]):
 
     @property
     def decided(self) -> bool:
-        return self.state in (OperationState.COMMITTED, OperationState.ABORTED)
+        return self.state in DECIDED
 
     @property
     def is_read_only(self) -> bool:
@@ -1008,7 +1022,7 @@ class Operation(_Moving[OperationState]):
 
     @property
     def running(self) -> bool:
-        return self.state is OperationState.RUNNING
+        return self.state is _RUNNING
 
     @property
     def unchanged(self) -> bool:
@@ -1022,7 +1036,7 @@ class Operation(_Moving[OperationState]):
     @property
     def all_voted(self) -> bool:
         """Whether it can be prepared."""
-        return self.running and all(part.voted for part in self.parts.values())
+        return self.state is _RUNNING and all(part.state is _VOTED for part in self.parts.values())
 
     @property
     def resumes(self) -> Begun | None:
@@ -1205,8 +1219,10 @@ class Model:
         version is lost for good: after a rollback it may be a forgotten version, and no older
         version may stand for it (G3).
         """
-        newest = [version.number for version in islice(self.newest(), skip + 1)]
-        numbers = sorted([*newest, *self.history.lost], reverse=True)
+        found = list(islice(self.newest(), skip + 1))
+        if not self.history.lost:
+            return found[skip] if len(found) > skip else None
+        numbers = sorted([*(v.number for v in found), *self.history.lost], reverse=True)
         return self.versions.get(numbers[skip]) if len(numbers) > skip else None
 
     def retained(self) -> set[int]:
@@ -1214,8 +1230,9 @@ class Model:
         included, and pinned ones.
         """
         pinned = {pin.number for pin in self.pins.values()}
-        newest = zip(range(self.retain), self.newest(), strict=False)
-        return pinned.union(version.number for _, version in newest)
+        if self.retain:
+            pinned.update(version.number for version in islice(self.newest(), self.retain))
+        return pinned
 
 
 Entity = Worker | Operation | RankPart | Version | Replica | ReadLease  # what has a state

@@ -420,13 +420,12 @@ def _candidate(
 
 
 def _counted(version: Version, there: Holders[Holding]) -> None:
-    """The counts of a shard equal a count of all its holdings."""
+    """The counts of a shard equal a count of all its holdings. (`_ordered` has compared what each
+    holding is counted as with what it is.)
+    """
     kept = (there.complete, there.sources, there.live_sources)
-    counts = tuple(map(sum, zip(*(holding.counted.counts for holding in there), strict=True))) or (
-        0,
-        0,
-        0,
-    )
+    each = [there.counted(holding)[0] for holding in there]
+    counts = tuple(map(sum, zip(*each, strict=True))) or (0, 0, 0)
     demand(kept == counts, "a shard's holdings are counted", version)
     demand(
         all(holding in there for holding in there.steady),
@@ -443,16 +442,17 @@ def _ordered(holding: Holding) -> None:
     demand(kept == (now.counts, of_fed, of_stranded), "sources are kept in order", holding)
     # R4
     demand(
-        (holding in there.steady) == holding.is_steady,
+        (holding in there.steady) == now.is_steady,
         "sources that are not spot are known",
         holding,
     )
 
 
 def _retained(version: Version, retained: Collection[int]) -> None:
-    told = version.retained == (version.number in retained)
-    is_held = any(there for layout in version.layouts for there in layout.values())
-    demand(told or not is_held, "holders are told what is retained", version)  # R4
+    holds = version.retained == (version.number in retained) or not any(
+        there for layout in version.layouts for there in layout.values()
+    )
+    demand(holds, "holders are told what is retained", version)  # R4
 
 
 def _told(holding: Holding) -> None:

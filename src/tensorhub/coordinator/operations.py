@@ -631,9 +631,10 @@ def _impatient(operation: Operation) -> list[RankPart]:
     """
     if operation.state is OperationState.PREPARED:
         return []
-    waits = operation.all_voted and operation.kind is not OpKind.PUBLISH and operation.is_staged
-    voted_too = waits or operation.kind is OpKind.PUBLISH
-    return [part for part in operation.parts.values() if voted_too or not part.voted]
+    parts = operation.parts.values()
+    if operation.kind is OpKind.PUBLISH or (operation.all_voted and operation.is_staged):
+        return [*parts]
+    return [part for part in parts if not part.voted]
 
 
 def _corrupt(what: str, part: RankPart) -> IntegrityError:

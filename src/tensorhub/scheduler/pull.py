@@ -357,21 +357,21 @@ class Pull:
         sources, states = self._sources.values(), self._states
         is_one = len(held) == len(set(held)) == states.count(_IN_FLIGHT)
         demand(is_one, "a chunk is in flight at one source", self)
-        are_in_flight = all(states[chunk] == _IN_FLIGHT for chunk in held)
+        are_in_flight = not held or all(states[chunk] == _IN_FLIGHT for chunk in held)
         demand(are_in_flight, "what a source has in flight is in flight", self)
-        over = [source for source in sources if source.state is SourceState.ENDED]
-        demand(not any(source.in_flight for source in over), "a source ends with nothing", self)
+        over = [s for s in sources if s.in_flight and s.state is SourceState.ENDED]
+        demand(not over, "a source ends with nothing", self)
         first = states.find(_WANTED_BYTE, 0, self._lowest)
         demand(first == -1, "no chunk below the lowest one is wanted", self)
-        passed = (chunk for s in self._partial for chunk in (s.brings or ())[: s.lowest])
-        is_past = not any(states[chunk] == _WANTED for chunk in passed)
+        passed = [chunk for s in self._partial for chunk in (s.brings or ())[: s.lowest]]
+        is_past = not passed or all(states[chunk] != _WANTED for chunk in passed)
         demand(is_past, "no chunk below a source's lowest one is wanted", self)
-        partial = [source for source in sources if source.brings is not None]
-        brought = all(source.in_flight <= set(source.brings or ()) for source in partial)
+        partial = [s for s in sources if s.in_flight and s.brings is not None]
+        brought = not partial or all(s.in_flight <= set(s.brings or ()) for s in partial)
         demand(brought, "a source is asked for what it brings", self)
         left = len(self._sizes) - states.count(_VERIFIED)
         demand(self._unverified == left, "chunks that are not verified are counted", self)
-        nbytes = sum(source.bytes_read for source in sources)
+        nbytes = sum([source.bytes_read for source in sources])
         demand(self.bytes_read == nbytes, "the bytes of each source are counted", self)
         demand(self.reread_bytes == 0, "no chunk is read twice", self)  # G8
 

@@ -30,7 +30,7 @@ from tensorhub.types import HandleState, OpKey, VersionInfo
 from tensorhub.worker.calls import Call, Finish, RefuseCall
 from tensorhub.worker.member_context import MemberContext
 from tensorhub.worker.member_memory import MemberMemory
-from tensorhub.worker.states import AT_ONCE_TABLE, Phase
+from tensorhub.worker.states import AT_ONCE_TABLE, OVER, Phase
 
 C = TypeVar("C", bound=Call)
 
@@ -74,7 +74,7 @@ class ActiveCall(Stateful[Phase], Generic[C], ABC):
     @property
     def over(self) -> bool:
         """Whether Finish was said."""
-        return self.state is Phase.OVER
+        return self.state is OVER
 
     def enter(self, phase: Phase) -> None:
         self.become(phase, self._context.cause, self._context.now, self.what)

@@ -54,8 +54,7 @@ from tensorhub.worker.chunk_reports import tell
 from tensorhub.worker.member import Member
 from tensorhub.worker.mutation_guard import MutationGuard
 from tensorhub.worker.publishing import check_has_shapes
-
-HOLDING = (HandleState.READY, HandleState.DRAINING)
+from tensorhub.worker.states import HOLDING
 
 
 class Made(Protocol):

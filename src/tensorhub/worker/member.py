@@ -39,7 +39,7 @@ from tensorhub.worker.member_memory import Content, MemberMemory
 from tensorhub.worker.planning import Planned
 from tensorhub.worker.publishing import Publishing
 from tensorhub.worker.registration_session import Shard
-from tensorhub.worker.states import Phase
+from tensorhub.worker.states import PULLS, Phase
 from tensorhub.worker.vote import Wrong
 
 LEASE_S = Options().lease_s  # until a Welcome says otherwise
@@ -625,12 +625,17 @@ class Member:
         call, memory = self.running, self._memory
         memory.check_invariants()
         phase = None if call is None else call.phase
-        is_filled = self.state is HandleState.FILLING
-        pulls = phase in (Phase.COPYING, Phase.PULLING)
-        may_pull = is_filled or (isinstance(call, Filling) and call.stages)
-        demand(may_pull or not pulls, "what is pulled is filled, or staged", memory)
-        voted = phase is Phase.VOTED or (phase is Phase.ABANDONING and isinstance(call, Publishing))
+        may_pull = (
+            phase not in PULLS
+            or self.state is HandleState.FILLING
+            or (isinstance(call, Filling) and call.stages)
+        )
+        demand(may_pull, "what is pulled is filled, or staged", memory)
+        voted = phase is not None and (
+            phase is Phase.VOTED or (phase is Phase.ABANDONING and isinstance(call, Publishing))
+        )
         has_staged = memory.staged is not None and not memory.applying and memory.doubt is None
         has_voted = memory.voted is not None or has_staged
         demand(voted == has_voted, "a phase says whether there was a vote", memory)
-        demand(memory.fencing == (phase is Phase.FENCING), "a phase says what is fenced", memory)
+        fences = phase is not None and phase is Phase.FENCING
+        demand(memory.fencing == fences, "a phase says what is fenced", memory)

@@ -26,7 +26,7 @@ from tensorhub.types import HandleState, Medium, OpKey, VersionInfo
 from tensorhub.worker import calls
 from tensorhub.worker.member_context import MemberContext
 from tensorhub.worker.registration_session import Shard, said_manifest
-from tensorhub.worker.states import HANDLE_TABLE
+from tensorhub.worker.states import HANDLE_TABLE, HOLDING, WITH_CONTENT
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class MemberMemory(Stateful[HandleState]):
     @property
     def version(self) -> int | None:
         """What `weights.version` shows."""
-        if self.content is not None and self.state in (HandleState.READY, HandleState.DRAINING):
+        if self.content is not None and self.state in HOLDING:
             return self.content.version.version
         return None
 
@@ -350,7 +350,7 @@ class MemberMemory(Stateful[HandleState]):
         filled. `told`: the coordinator has asked for the manifests themselves; `parts`: and for
         these parts.
         """
-        content, holds = self.voted, self.state in (HandleState.READY, HandleState.DRAINING)
+        content, holds = self.voted, self.state in HOLDING
         if self.applying:
             content = self.staged
         elif self.state is HandleState.IN_DOUBT or (holds and not self.fencing):
@@ -408,9 +408,7 @@ class MemberMemory(Stateful[HandleState]):
         it is being fenced.
         """
         content = self.staged if self.applying else self.content
-        holds = self.applying or (
-            self.state in (HandleState.READY, HandleState.DRAINING) and not self.fencing
-        )
+        holds = self.applying or (self.state in HOLDING and not self.fencing)
         if content is not None and holds and content_id in (None, content.version.content_id):
             content.retained = keep
             self._context.say(
@@ -581,19 +579,19 @@ class MemberMemory(Stateful[HandleState]):
         self.given_up, self.voted, self.fencing = None, None, False
         self.in_place = None
         self.become(state, self._context.cause, self._context.now, why)
-        if state in (HandleState.READY, HandleState.DRAINING):
+        if state in HOLDING:
             self.in_place = self.content
 
     def check_invariants(self) -> None:
         """Raise InvariantBroken if the parts disagree."""
-        needs = (HandleState.READY, HandleState.DRAINING, HandleState.FILLING, HandleState.IN_DOUBT)
+        is_in_doubt = self.state is HandleState.IN_DOUBT
         # it may hold nothing meanwhile
-        staged_doubt = self.staged is not None and self.state is HandleState.IN_DOUBT
-        is_there = (self.content is not None) == (self.state in needs)
+        staged_doubt = self.staged is not None and is_in_doubt
+        is_there = (self.content is not None) == (self.state in WITH_CONTENT)
         demand(is_there or staged_doubt, "a state says whether there is content", self)
         in_place = self.content if self.version is not None else None
         demand(self.in_place is in_place, "what is in place has a version", self)
-        is_told = (self.doubt is not None) == (self.state is HandleState.IN_DOUBT)
+        is_told = (self.doubt is not None) == is_in_doubt
         demand(self.applying or is_told, "a state says whether there is a doubt", self)
-        holds = self.state in (HandleState.READY, HandleState.DRAINING)
+        holds = self.state in HOLDING
         demand(holds or not self.fencing, "what is fenced is held", self)

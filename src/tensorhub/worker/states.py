@@ -22,6 +22,9 @@ HANDLE_TABLE: Mapping[H, frozenset[H]] = {
     H.CLOSED: frozenset(),
 }
 
+HOLDING = (H.READY, H.DRAINING)
+WITH_CONTENT = (*HOLDING, H.FILLING, H.IN_DOUBT)
+
 
 class Phase(StrEnum):
     """Where the running call is. Attempts (reads) are not phases: the pull has its own machine."""
@@ -45,6 +48,8 @@ class Phase(StrEnum):
 
 
 P = Phase
+OVER = P.OVER
+PULLS = (P.COPYING, P.PULLING)
 UNVOTED = frozenset(
     {P.QUEUED, P.ASKED, P.MANIFEST, P.HOOK, P.HELD, P.FENCING, P.ROOM, P.COPYING, P.PULLING}
 )

@@ -150,7 +150,10 @@ class World(Driver):
 
     def term_at(self, party: Process) -> Term | None:
         """The term of the coordinator that runs there."""
-        return next((each for each in self.terms() if each.party is party), None)
+        if self.term.party is party:
+            return self.term
+        former = self.former
+        return former if former is not None and former.party is party else None
 
     def term_of(self, worker: JudgedWorker) -> Term:
         """The term of the coordinator that the worker has heard last."""

@@ -172,7 +172,9 @@ class Contents:
         if self.is_spoilt(handle, version.content_id):
             return
         truth = self.held_by(handle, version.content_id)
-        cells = tuple([self.published_as(handle, cell) for cell in handle.cells])
+        cells = tuple(handle.cells)
+        if is_of_other_layout(handle.grid):
+            cells = tuple([self.published_as(handle, cell) for cell in cells])
         if cells == truth:
             return
         wrong = [n for n, cell in enumerate(cells) if cell != truth[n] and n not in handle.unwanted]
