@@ -109,6 +109,7 @@ class SimulatedCluster(TimedCluster):
         if clock.random() < CLOCKS_DRAWN:
             self.clock_rate = clock.uniform(*CLOCK_RATES)
         self.users.differed = lambda: self.injector.happens(Fault.DIFFER)
+        self.users.lacks_versions = self._lacks_versions
         self.populate(self.users)
 
     def run(self) -> None:
@@ -156,12 +157,14 @@ class SimulatedCluster(TimedCluster):
             return events >= self.part.until
         if events < self.events_least:
             return False
-        full = (
-            len(self.users.published) >= VERSIONS_LEAST
-            and len(self.injector.happened) >= KINDS_LEAST
-        )
+        full = not self._lacks_versions() and len(self.injector.happened) >= KINDS_LEAST
         wants_all = self.allowed is None and self.events_least >= EVENTS_LEAST
         return full or events >= (GIVEN_UP if wants_all else 4) * self.events_least
+
+    def _lacks_versions(self) -> bool:
+        """Whether there were events enough, and too few versions came of them."""
+        is_late = self.timeline.events >= self.events_least
+        return is_late and len(self.users.published) < VERSIONS_LEAST
 
     @property
     def command(self) -> str:

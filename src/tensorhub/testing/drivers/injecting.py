@@ -31,8 +31,8 @@ BEHIND_LEASES = (1.1, 4.0)  # within 2.6 an owner that is cut off may have given
 CUT_OFF_LEASES = (1.3, 2.0)  # a holder that asks to leave
 AMBUSHES = 0.4  # of all partitions, drops and crashes of the coordinator
 ABSENT_S = 3.0  # at least: time for others to go on
-CALMER_AFTER = 2  # times the events that a seed has at least
-CALM_MAX = 8  # times half as many faults
+CALMER = 2  # times half as many faults, for as many more events as a seed has at least
+CALM_MAX = 8  # times
 BROADER_EACH = 200  # events, until there were kinds enough
 
 
@@ -103,7 +103,7 @@ class Injector:
         self._standby_s = timeline.random.choice((0.5, 2.0, 5.0)) if has_standby(plan) else 0.0
         self.doubles_left = 0  # messages still to be delivered twice
         self.damaged: dict[str, int] = {}  # frames to which worker are damaged next
-        self._broader_at = 2 * events_least
+        self._broader_at = events_least
         # Whose words lie unread ("": everybody's), until when, and how long it takes to read them
         # all then.
         self._unread: dict[str, tuple[float, float]] = {}
@@ -128,8 +128,9 @@ class Injector:
 
     def _next(self) -> None:
         """Where no versions came of the seed so far, less and less goes wrong."""
-        long = self._timeline.events // self._events_least - CALMER_AFTER
-        calm = max(0, long) if len(self.happened) >= KINDS_LEAST else 0
+        late = max(0, self._timeline.events - self._events_least)
+        has_kinds = len(self.happened) >= KINDS_LEAST
+        calm = CALMER * late // self._events_least if has_kinds else 0
         mean_s = self.plan.mean_s * 2 ** min(calm, CALM_MAX)
         self._timeline.after(self._random.expovariate(1 / mean_s), None, self._strike)
 

@@ -32,6 +32,10 @@ class Whole:
         """Whether one kind of faults more is drawn at this strike."""
         return wants
 
+    def publishes(self, turn: str, *, wants: bool) -> bool:
+        """Whether a group publishes in this turn, whatever it has drawn."""
+        return wants
+
     def strikes(self, strike: int, kind: Fault) -> bool:
         """Whether the fault with this number is injected."""
         return True
@@ -51,12 +55,18 @@ class Recording(Whole):
     def __init__(self) -> None:
         self.states: dict[str, bytes] = {}  # of the random numbers, by event
         self.broadened: set[int] = set()
+        self.published: set[str] = set()  # turns
         self.kinds: dict[str, Fault] = {}  # of each fault, by its atom
         self.parties: dict[str, list[str]] = {}  # the atoms of each
 
     def broadens(self, strike: int, *, wants: bool) -> bool:
         if wants:
             self.broadened.add(strike)
+        return wants
+
+    def publishes(self, turn: str, *, wants: bool) -> bool:
+        if wants:
+            self.published.add(turn)
         return wants
 
     def strikes(self, strike: int, kind: Fault) -> bool:
@@ -88,6 +98,9 @@ class Part(Whole):
 
     def broadens(self, strike: int, *, wants: bool) -> bool:
         return strike in self._whole.broadened
+
+    def publishes(self, turn: str, *, wants: bool) -> bool:
+        return turn in self._whole.published
 
     def strikes(self, strike: int, kind: Fault) -> bool:
         return self._meets(str(strike))

@@ -48,8 +48,8 @@ class TimedCluster(World):
         timeline: Timeline | None = None,
         disk: Random | None = None,
     ) -> None:
-        """`faults`: the kinds that may be drawn; None: all. `events`: after twice as many, less
-        goes wrong. `options`: the coordinator's, and times of all connections; None: drawn.
+        """`faults`: the kinds that may be drawn; None: all. `events`: after as many, less goes
+        wrong. `options`: the coordinator's, and times of all connections; None: drawn.
         `timeline`: of that seed, if it is not a plain one. `disk`: of the store, if it is on one.
         """
         self.seed = seed

@@ -102,6 +102,8 @@ class Users(StruckUsers):
         self._random = random = timeline.random
         # called when the ranks of a group call differently
         self.differed: Callable[[], None] = lambda: None
+        # whether versions are all that the seed still has to have: then groups only publish
+        self.lacks_versions: Callable[[], bool] = lambda: False
         self.groups: list[UserGroup] = []
         self.published: set[str] = set()  # content ids of versions whose publish has returned
         self.next_version = 1
@@ -313,6 +315,9 @@ class Users(StruckUsers):
     def _call(self, group: UserGroup, ranks: list[SimHandle]) -> None:
         random = self._random
         what = random.choice(self._calls)
+        wants = self.lacks_versions()
+        if self._part.publishes(f"{group.name}.{group.turns}", wants=wants):
+            what = "publish"
         if what == "publish" and not group.publishes:
             what = "fill"
         if what == "rare":
