@@ -87,7 +87,9 @@ def report(verdicts: Sequence[Verdict]) -> int:
         mutant, reason = verdict.mutant, reasons.get(verdict.mutant.key)
         if verdict.killer:
             order, what = 0, f"{verdict.killer}: {verdict.by}"
-            totals["by deadline" if verdict.by in (DEADLINE, CRASH) else verdict.killer] += 1
+            totals[
+                "by deadline" if verdict.by.startswith((DEADLINE, CRASH)) else verdict.killer
+            ] += 1
         elif reason:
             order, what = 1, f"explained: {reason}"
             totals["explained"] += 1

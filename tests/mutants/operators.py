@@ -1,8 +1,8 @@
 """What may be changed in a function, one change at a time: over the syntax tree, so that a mutant is
 named by what it changes and not by a line's number.
 
-Left out is what no test should notice: what is logged, texts, annotations, `__repr__`, and lines
-that are there to say that they are never reached.
+Left out is what no test should notice: what is logged, texts, annotations, `__repr__`, assertions
+(they are for the type checker), and lines that say that they are never reached.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ def _within(
     """The changes at this node, which `put` replaces, and below it."""
     if isinstance(node, Headed):
         statement = node
-    if isinstance(node, ast.JoinedStr | ast.Import | ast.ImportFrom) or _is_beneath_notice(node):
+    if isinstance(
+        node, ast.JoinedStr | ast.Import | ast.ImportFrom | ast.Assert
+    ) or _is_beneath_notice(node):
         return
 
     def putting(new: ast.AST) -> Callable[[], ast.AST]:
@@ -217,8 +219,6 @@ def _variants(node: ast.AST, function: Function) -> Iterator[tuple[str, ast.AST]
             yield "loop", ast.Break()
         case ast.Break():
             yield "loop", ast.Continue()
-        case ast.Assert():
-            yield "statement", ast.Pass()
 
 
 def _other_result(value: ast.expr, returns: ast.expr | None) -> ast.expr | None:
@@ -227,7 +227,7 @@ def _other_result(value: ast.expr, returns: ast.expr | None) -> ast.expr | None:
         return ast.UnaryOp(ast.Not(), value)
     if said in ("int", "float"):
         return ast.BinOp(value, ast.Add(), ast.Constant(1))
-    empty = EMPTY.get(said.split("[")[0])
+    empty = None if said.endswith("| None") else EMPTY.get(said.split("[")[0])
     new = ast.parse(empty or "None", mode="eval").body
     return None if ast.unparse(value) == ast.unparse(new) else new
 
@@ -254,12 +254,13 @@ def _edits(node: ast.AST) -> Iterator[tuple[str, Callable[[], None]]]:
                 twin = ast.copy_location(ast.Name(TWINS[node.func.id], ast.Load()), node.func)
                 yield "function", partial(setattr, node, "func", twin)
             for index, (one, two) in enumerate(pairwise(node.args)):
+                same = isinstance(node.func, ast.Name) and node.func.id in ("min", "max")
                 starred = isinstance(one, ast.Starred) or isinstance(two, ast.Starred)
-                if not starred and ast.unparse(one) != ast.unparse(two):
+                if not (starred or same) and ast.unparse(one) != ast.unparse(two):
                     here = slice(index, index + 2)
                     yield "arguments", partial(_at(node.args, here), [two, one])
             for index, keyword in enumerate(node.keywords):
-                if keyword.arg is not None:
+                if keyword.arg not in (None, "strict"):
                     dropped = partial(_at(node.keywords, slice(index, index + 1)), [])
                     yield "argument dropped", dropped
 
@@ -318,7 +319,11 @@ def make(package: Path, path: Path, at: tuple[int, int]) -> tuple[Mutant, ast.Mo
     """A mutant, and its module's tree with the change in it."""
     tree = ast.parse(path.read_bytes())
     site = next(site for site in sites(tree, [at[0]]) if site.at == at)
+    _, function = list(functions(tree))[at[0]]
+    uses = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
     before, after = site.carry_out()
+    if "super" in uses:  # with the same closure, also where the change has removed it
+        function.body += ast.parse("if False: __class__").body
     relative = str(path.relative_to(package))
     mutant = Mutant(relative, site.function, site.operator, before, after, site.line, at)
     return mutant, tree

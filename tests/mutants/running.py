@@ -33,8 +33,11 @@ from tests.mutants.operators import BLOCKS, Mutant, make, sites
 
 REACHED = "_reached_a_mutants_line"
 MEMORY_BYTES_MAX = 16 << 30  # of addresses, torch's included: a mutant may allocate without end
-SLACK = 10  # a child gets so many times what its cases have taken before,
-LEAST_S = 60.0  # and this on top: the machine may be busy
+# A case may take so much of a processor, and so many times what it took before: an endless loop ends
+# soon, on a busy machine too. All cases of a mutant may take so much by the clock, and so many times
+# what they took.
+PROCESSOR_S, PROCESSOR_TIMES = 3.0, 10
+CLOCK_S, CLOCK_TIMES = 60.0, 3
 DEADLINE, CRASH = "its deadline", "the end of its process"
 
 Case = pytest.Item | int  # a test, or a seed of the simulator
@@ -55,6 +58,21 @@ class Verdict:
     by: str = ""
     reached: int = 0  # cases that reach the line, and
     run: int = 0  # so many were run
+
+
+@dataclass
+class Cost:
+    """What a case that reaches a line has taken."""
+
+    case: int  # its index in the stage
+    processor_s: float
+    clock_s: float
+
+    def __lt__(self, other: Cost) -> bool:
+        return (self._size(), self.case) < (other._size(), other.case)
+
+    def _size(self) -> int:
+        return int(self.processor_s * 20).bit_length()  # cases of one size stay in their order
 
 
 @dataclass
@@ -112,13 +130,11 @@ def _start(task: Task) -> tuple[int, Child]:
         for descriptor in range(3):
             os.dup2(nothing, descriptor)
         os.environ["TMPDIR"], tempfile.tempdir = place, None
-        seconds = int(task.seconds)
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES_MAX, MEMORY_BYTES_MAX))
         try:
             result = task.work()
         except BaseException as error:
-            result = f"{CRASH}: {error!r} at {traceback.format_tb(error.__traceback__)[-1]}"
+            result = f"{CRASH}: {error!r} at {traceback.extract_tb(error.__traceback__)[-1]}"
         answer = json.dumps(result).encode() + b"\n"
         while answer:
             answer = answer[os.write(its, answer) :]
@@ -134,7 +150,7 @@ def _end(pipe: int, child: Child, *, in_time: bool) -> Any:
     shutil.rmtree(child.place, ignore_errors=True)
     if child.said.endswith(b"\n"):
         return json.loads(child.said)
-    out_of_time = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU
+    out_of_time = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
     return DEADLINE if out_of_time or not in_time else CRASH
 
 
@@ -226,18 +242,18 @@ class Search:
         reached = self._reached(stage, alive, functions)
         tasks, of = list[Task](), list[Verdict]()
         for number, verdict in enumerate(alive):
-            cases = sorted(reached[number], key=lambda each: (int(each[1] * 20).bit_length(), each))
-            verdict.reached += len(cases)
-            chosen, seconds = list[Case](), 0.0
-            for index, taken in cases:
-                if chosen and seconds + taken > self.seconds:
+            costs, chosen, seconds = sorted(reached[number]), list[Cost](), 0.0
+            for cost in costs:
+                if chosen and seconds + cost.processor_s > self.seconds:
                     break
-                chosen.append(stage.cases[index])
-                seconds += taken
+                chosen.append(cost)
+                seconds += cost.processor_s
+            verdict.reached += len(costs)
+            verdict.run += len(chosen)
             if chosen:
-                verdict.run += len(chosen)
-                work = _bound(self._first_failure, verdict.mutant, chosen, functions)
-                tasks.append(Task(work, LEAST_S + SLACK * seconds))
+                work = _bound(self._first_failure, verdict.mutant, stage, chosen, functions)
+                clock_s = sum(cost.clock_s for cost in chosen)
+                tasks.append(Task(work, CLOCK_S + CLOCK_TIMES * clock_s))
                 of.append(verdict)
         for done, (index, by) in enumerate(spread(tasks, self.jobs), 1):
             if by is not None:
@@ -247,8 +263,8 @@ class Search:
 
     def _reached(
         self, stage: Stage, alive: list[Verdict], functions: Functions
-    ) -> list[list[tuple[int, float]]]:
-        """By the lines' numbers: the cases that reach them, and what each takes."""
+    ) -> list[list[Cost]]:
+        """By the lines' numbers: the cases that reach them."""
         paths = dict[str, dict[tuple[int, int], int]]()
         for number, verdict in enumerate(alive):
             paths.setdefault(verdict.mutant.path, {})[verdict.mutant.at] = number
@@ -258,13 +274,14 @@ class Search:
             setattr(builtins, REACHED, numbers_seen.add)
             for path, numbers in paths.items():
                 functions.replace(self.package / path, watched(self.package / path, numbers))
-            found = list[tuple[int, float, list[int]]]()
+            found = list[tuple[int, float, float, list[int]]]()
             for index in share:
                 numbers_seen.clear()
-                started, case = time.monotonic(), stage.cases[index]
+                processor, clock = time.process_time(), time.monotonic()
                 following = stage.cases[index + 1] if index + 1 in share else None
-                if self._failure(case, following) is None:
-                    found.append((index, time.monotonic() - started, sorted(numbers_seen)))
+                if self._failure(stage.cases[index], following) is None:
+                    took = time.process_time() - processor, time.monotonic() - clock
+                    found.append((index, *took, sorted(numbers_seen)))
             return found
 
         count = len(stage.cases)
@@ -272,25 +289,28 @@ class Search:
             range(count * job // self.jobs, count * (job + 1) // self.jobs)
             for job in range(self.jobs)
         ]
-        reached = [list[tuple[int, float]]() for _ in alive]
+        reached = [list[Cost]() for _ in alive]
         passed = 0
         for _, found in spread([Task(_bound(look, share)) for share in shares], self.jobs):
             if isinstance(found, str):
                 raise RuntimeError(f"the tests of the code as it is came to {found}")
             passed += len(found)
-            for index, seconds, numbers in found:
+            for *cost, numbers in found:
                 for number in numbers:
-                    reached[number].append((index, seconds))
+                    reached[number].append(Cost(*cost))
         if passed < count:
             self.tell(f"{stage.name}: {count - passed} cases fail as the code is, and are left out")
         return reached
 
     def _first_failure(
-        self, mutant: Mutant, cases: Sequence[Case], functions: Functions
+        self, mutant: Mutant, stage: Stage, costs: Sequence[Cost], functions: Functions
     ) -> str | None:
         _, tree = make(self.package, self.package / mutant.path, mutant.at)
         functions.replace(self.package / mutant.path, tree)
-        for case, following in zip(cases, [*cases[1:], None], strict=True):
+        cases = [stage.cases[cost.case] for cost in costs]
+        for cost, case, following in zip(costs, cases, [*cases[1:], None], strict=True):
+            # at its end, SIGPROF ends the process
+            signal.setitimer(signal.ITIMER_PROF, PROCESSOR_S + PROCESSOR_TIMES * cost.processor_s)
             if failure := self._failure(case, following):
                 return failure
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ SURVIVORS_MAX = 2  # of ten near their tests: what a commit changes may bring an
         ("a += b", {"a -= b", "pass"}),
         ("return a and b", {"return a or b", "return a", "return b", "return not (a and b)"}),
         ("a.b(c, d=e)", {"a.b(c)", "pass"}),
-        ("return max(a, b)", {"return min(a, b)", "return max(b, a)", "return not max(a, b)"}),
+        ("return max(a, b)", {"return min(a, b)", "return not max(a, b)"}),
         ("return [a for a in b if c]", {"return [a for a in b]", "return not [a for a in b if c]"}),
         ("raise a('text', 1)", {"pass"}),
         ("for a in b: continue", {"break"}),
@@ -71,7 +72,7 @@ def test_what_is_explained_can_still_be_made(key: tuple[str, str, str, str]) -> 
 
 
 @pytest.mark.heavy
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_ten_mutants_are_noticed() -> None:
     """In so much as a commit's time allows; `make mutants` tries more, and all tests."""
     sample = "--sample=10 --seed=1 --nearest-only --jobs=1".split()
@@ -81,7 +82,8 @@ def test_ten_mutants_are_noticed() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=540,
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "10 mutants: " in done.stdout

@@ -68,6 +68,18 @@ def test_archived_versions_go_first_and_of_these_the_one_that_was_used_longest_a
         budget.plan("new", P.ARCHIVE, 61)
 
 
+def test_what_deltas_have_given_back_is_free_again() -> None:
+    budget = Budget(100)
+    recalled = list[str]()
+    budget.on_recall = recalled.append
+    assert budget.lend("r", 100)
+    assert not budget.lend("other", 1)
+    budget.take_back("r")
+    assert budget.lend("other", 100)
+    budget.reserve("a", P.PREFETCH, 100)
+    assert recalled == ["other"]  # and not what has been given back
+
+
 @given(
     st.lists(
         st.tuples(

@@ -23,6 +23,7 @@ from tensorhub.messages import (
     FromWorker,
     ManifestReply,
     Progress,
+    ReadFailed,
     Refused,
     Register,
     RegisterAgain,
@@ -37,7 +38,7 @@ from tensorhub.testing.sim.layouts import Layout
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import HandleState
 from tensorhub.worker.active_call import DEADLINE_SLACK_S
-from tensorhub.worker.calls import Action
+from tensorhub.worker.calls import Action, Say
 from tensorhub.worker.filling import Filling
 from tensorhub.worker.states import Phase
 
@@ -163,6 +164,21 @@ def test_a_pull_that_cannot_go_on_tears() -> None:
     again = reader.publish(2)
     cluster.run()
     assert again.number == 2
+
+
+def test_the_coordinator_hears_why_a_source_was_given_up() -> None:
+    cluster, _, (reader,) = published("reader")
+    reader.replicate()
+    cluster.run("read")
+    assert reader.pull is not None
+    (lease,) = reader.pull.grants
+    why = "corrupt", "its digest is another one"
+    actions = reader.member.source_failed(lease, *why, cluster.now, chunk=1)
+    said = [each.message for each in actions if isinstance(each, Say)]
+    failed = [message for message in said if isinstance(message, ReadFailed)]
+    assert [(each.lease, each.reason, each.detail, each.chunk) for each in failed] == [
+        (lease, *why, 1)
+    ]
 
 
 def test_tensors_that_do_not_fit_are_named_and_nothing_is_written() -> None:
