@@ -249,6 +249,26 @@ def test_a_call_that_the_doubt_forbids_is_judged_once_it_is_resolved() -> None:
     assert other.member.version == 2
 
 
+def test_a_call_that_waits_for_the_outcome_of_the_last_one_begins_with_it() -> None:
+    cluster, _, _ = published()
+    other = cluster.handle("other")
+    cluster.run()
+    other.publish(2, timeout_s=3)
+    cluster.run(until=lambda: cluster.unstored)
+    for _ in range(2):  # it gives its call up, and then waits for the outcome no longer
+        cluster.now += 3 + DEADLINE_SLACK_S
+        cluster.time_passes()
+        cluster.run("store")
+    assert "in_doubt" in repr(other.member)
+    asked = other.unpublish()
+    cluster.run("store")
+    assert not asked.has_ended()
+    cluster.run()
+    assert asked.has_ended()
+    assert asked.error is None
+    assert other.member.state is HandleState.EMPTY
+
+
 def test_a_silent_coordinator_does_not_hold_a_call_for_ever() -> None:
     """It is connected and says nothing: each step gets its slack, then the call ends by itself."""
     cluster, _, (reader,) = published("reader")

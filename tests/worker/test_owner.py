@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tensorhub.machine import IllegalStep
+from tensorhub.machine import IllegalStep, InvariantBroken
 from tensorhub.model.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.owner import Owner
@@ -292,6 +292,18 @@ def test_a_selection_of_memory_that_is_loaded_may_be_read_once_what_lies_under_i
         access = owner.begin(R, 1, C, (0, 1, 2), 100, S)
         assert isinstance(access, Access)
         assert access.chunks == found
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("accesses", 2), ("missing", 1), ("available", bytearray(2))]
+)
+def test_books_that_disagree_are_noticed(name: str, wrong: object) -> None:
+    owner = opened()
+    begun(owner)
+    owner.check_invariants()
+    setattr(owner._memories[R], name, wrong)
+    with pytest.raises(InvariantBroken):
+        owner.check_invariants()
 
 
 def test_what_is_unloaded_is_read_no_more_and_keeps_its_digests() -> None:
