@@ -13,6 +13,9 @@ import pytest
 from benches import capped, plan
 from benches.testbed import network
 from tensorhub.layouts import plan as planned
+from tensorhub.testing.auditor import audit
+from tensorhub.testing.history import read
+from tests.recorder import record_children
 
 pytestmark = pytest.mark.heavy
 
@@ -85,6 +88,20 @@ def test_it_runs_between_network_namespaces(command: str, tmp_path: Path) -> Non
     if (reason := network.why_not() or capped.why_not()) is not None:
         pytest.skip(reason)
     run(command, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_what_the_testbed_callers_saw_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (reason := network.why_not()) is not None:
+        pytest.skip(reason)
+    record_children(monkeypatch, tmp_path / "history")
+    run("testbed.__main__ standalone --systems tensorhub --mb 2 --mbit 100 --versions 3", tmp_path)
+    judged = audit(read(tmp_path / "history"))
+    assert judged["publish: ok"] >= 3
+    assert judged["update: ok"] + judged["replicate: ok"] > 0 < judged["tensors compared"]
 
 
 @pytest.mark.parametrize("wrong", REFUSED)

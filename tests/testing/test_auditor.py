@@ -99,6 +99,14 @@ def test_a_listener_does_not_go_back(story: Story) -> None:
     broken(story, "visibility")
 
 
+def test_a_listener_may_hear_late(story: Story) -> None:
+    story.add("newest", 0.5, 0.6)
+    story.publish(2, 2, 3)
+    story.add("newest", 4, 4.1, version=1)
+    story.add("newest", 5, 5.1, version=2)
+    assert audit(story.entries)
+
+
 def test_bytes_are_those_that_were_published(story: Story) -> None:
     story.publish(2, 2, 3)
     story.fetch(2, 4, 5, digests={"a": "4:1"})

@@ -57,6 +57,7 @@ class _Auditor:
         self._is_calm = is_calm
         self._models: defaultdict[str, ReferenceModel] = defaultdict(ReferenceModel)
         self._calls: dict[int, Call] = {}  # by the entry's place
+        self._listening: set[tuple[str, str]] = set()
         self._listeners: set[tuple[str, str]] = set()  # that have heard of a version
         self._contents: dict[str, VersionInfo] = {}
         self._published: defaultdict[tuple[str, int, int], list[Digests]] = defaultdict(list)
@@ -117,7 +118,8 @@ class _Auditor:
                 self._unpin(model, entry)
                 return
             case "newest" | "wait_for":
-                if (entry.who, entry.model) not in self._listeners:
+                if (entry.who, entry.model) not in self._listening:  # what it hears may be as old
+                    self._listening.add((entry.who, entry.model))
                     model.listens(entry.who)
                 return
             case "leave":
