@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -123,6 +124,7 @@ def main() -> int:
     if arguments.packages:
         packages = arguments.packages.split()
     mutants = draw(PACKAGE, packages, arguments.seed, arguments.sample)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the children end first
     started, aside = time.monotonic(), os.fdopen(os.dup(2), "w")
 
     def tell(what: str) -> None:

@@ -6,12 +6,14 @@ import ast
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.mutants.__main__ import EXPLAINED, PACKAGE, ROOT
 from tests.mutants.operators import draw, explained, find, make, sites
+from tests.mutants.running import CRASH, DEADLINE, Child, Task, kept_waiting_s, spread
 
 SURVIVORS_MAX = 2  # of ten near their tests: what a commit changes may bring another line in
 
@@ -64,6 +66,38 @@ def test_a_sample_is_of_the_same_lines_after_others_have_come(tmp_path: Path) ->
     assert {each.key for each in draw(tmp_path, ["module"], seed=2, sample=5)} != {
         each.key for each in before
     }
+
+
+def test_a_process_that_waits_for_a_processor_is_not_late() -> None:
+    child = Child(os.getpid(), 10.0, "")
+    child.started -= 5 + kept_waiting_s(os.getpid())
+    assert not child.is_late()
+    child.started -= 3600
+    assert child.is_late()
+
+
+def test_a_process_that_hangs_or_ends_says_so() -> None:
+    tasks = [Task(lambda: time.sleep(600), 0.1), Task(lambda: os.kill(os.getpid(), 9)), Task(dict)]
+    assert dict(spread(tasks, 3)) == {0: DEADLINE, 1: CRASH, 2: {}}
+
+
+def test_no_process_outlives_the_search(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+
+    def hangs() -> None:
+        (tmp_path / "begins").write_text(str(os.getpid()))
+        (tmp_path / "begins").rename(begun)
+        time.sleep(600)
+
+    def waits() -> None:
+        while not begun.exists():
+            time.sleep(0.01)
+
+    search = spread([Task(hangs), Task(waits)], 2)
+    assert next(search) == (1, None)
+    search.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(begun.read_text()), 0)
 
 
 @pytest.mark.parametrize("key", explained(EXPLAINED), ids=lambda key: f"{key[0]} {key[1]}")
