@@ -18,6 +18,9 @@ from benches.byte_patterns import ATTEMPTS
 from benches.chaos import __main__ as program, cast, drivers, engine, run
 from benches.chaos.bench_process import STRIPES
 from benches.chaos.results import Answer, Call, Results, Seat
+from tensorhub.testing.auditor import audit
+from tensorhub.testing.history import read
+from tests.recorder import record_children
 from tests.runtime.data_rig import slowness
 from tests.testing.test_slice import first_seed
 
@@ -201,11 +204,14 @@ def test_a_slice_of_chaos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name) * slowness())
     figures, picture = tmp_path / "figures.json", tmp_path / "plot.svg"
+    record_children(monkeypatch, tmp_path / "history")
     written = ["--json", str(figures), "--plot", str(picture)]
     written += ["--ha", "etcd" if Path(engine.ETCD).exists() else "lock"]
     assert program.main(["--minutes", "0.15", "--seed", str(first_seed()), *written]) == 0
     found = json.loads(figures.read_text())
     assert found["violations"] == []
+    judged = audit(read(tmp_path / "history"))
+    assert judged["update: ok"] > 0 < judged["tensors compared"]
     assert found["bytes checked"] > 0 < found["newest version"]
     assert found["bytes saved by deltas"] > 0
     assert found["versions in the archive"]

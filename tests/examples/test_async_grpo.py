@@ -16,6 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from tensorhub.testing.auditor import audit
+from tensorhub.testing.history import read
+from tests.recorder import recorded
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 500.0  # beside twenty busy processes
 
@@ -24,11 +28,12 @@ class Running:
     """The example, in a session of its own, by which its processes are found."""
 
     def __init__(self, example: str, plot: Path, steps: int, *more: str) -> None:
+        self.history = plot.parent / "history"
         command = [sys.executable, "-W", "error", "-m", f"examples.{example}"]
         self.process = subprocess.Popen(
             [*command, "--steps", f"{steps}", "--plot", f"{plot}", *more],
             cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **recorded(self.history)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -102,6 +107,8 @@ def test_a_killed_rollout_joins_again_and_no_sample_is_too_old(
     texts = [element.text for element in ET.parse(plot).iter() if element.tag.endswith("text")]
     assert {"mean reward", f"{killed[1]} killed", f"{killed[1]} back"} <= {*texts}
     running.wait_for_all()
+    judged = audit(read(running.history))
+    assert judged["update: ok"] > 0 < judged["tensors compared"]
 
 
 @pytest.mark.heavy
