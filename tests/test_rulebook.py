@@ -113,9 +113,11 @@ def test_pages_cite_codes_as_links() -> None:
 
 @pytest.mark.heavy
 def test_no_text_for_users_needs_a_code() -> None:
-    """Docstrings of the public API are in docs/reference.md, which is one of the pages above."""
+    """Docstrings of the public API are in docs/reference.md, which is one of the pages above.
+    `promises` gives each code's sentence.
+    """
     found = []
-    for path in SRC.rglob("*.py"):
+    for path in sorted({*SRC.rglob("*.py")} - {SRC / "testing/sim/promises.py"}):
         docstrings = {
             id(node.body[0].value)
             for node in ast.walk(tree(path))

@@ -1230,9 +1230,8 @@ class Model:
         included, and pinned ones.
         """
         pinned = {pin.number for pin in self.pins.values()}
-        if self.retain:
-            pinned.update(version.number for version in islice(self.newest(), self.retain))
-        return pinned
+        newest = zip(range(self.retain), self.newest(), strict=False)
+        return pinned.union(version.number for _, version in newest)
 
 
 Entity = Worker | Operation | RankPart | Version | Replica | ReadLease  # what has a state
