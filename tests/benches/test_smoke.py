@@ -98,6 +98,7 @@ def test_what_the_testbed_callers_saw_can_be(
     if (reason := network.why_not()) is not None:
         pytest.skip(reason)
     record_children(monkeypatch, tmp_path / "history")
+    monkeypatch.chdir(tmp_path)  # where the picture goes
     run("testbed.__main__ standalone --systems tensorhub --mb 2 --mbit 100 --versions 3", tmp_path)
     judged = audit(read(tmp_path / "history"))
     assert judged["publish: ok"] >= 3

@@ -19,7 +19,7 @@ from tests.testing.wild import wild_beliefs
 BUGS = every_bug()
 # a planted bug that no longer fits what it replaces
 MISTAKEN = re.compile(
-    r"takes \d+ positional|unexpected keyword|has no attribute|missing \d+ required"
+    r"takes \d+ positional|unexpected keyword|is not defined|has no attribute|missing \d+ required"
 )
 
 
