@@ -126,9 +126,11 @@ class Fleet:
             assert time.monotonic() < deadline, said
 
     def close(self) -> None:
-        self.observer.close()
-        for each in self.processes:
-            each.kills()
+        try:
+            self.observer.close()
+        finally:
+            for each in self.processes:
+                each.kills()
 
 
 @pytest.fixture(scope="module")
@@ -214,10 +216,21 @@ def test_an_engine_that_is_started_anew_takes_the_version_of_its_peers(fleet: Fl
             pass
         assert fleet.serve() == fleet.version
         assert serves(again)["version"] == fleet.version
+        again.kills()  # other trainers here do not know it, and do not keep it from serving
     finally:
         trainer.close()
 
 
-def test_all_of_this_was_observed(fleet: Fleet) -> None:
-    assert len(fleet.observer.seen) > 5
+def test_each_version_is_observed_in_order(fleet: Fleet) -> None:
+    """The observer, which judges the tests above, sees what engines serve."""
+    trainer = Trainer(fleet, fleet.urls)
+    deadline = time.monotonic() + WAIT_S
+    try:
+        for _ in range(3):
+            trainer.update()
+            while fleet.version not in fleet.observer.seen:
+                assert time.monotonic() < deadline
+                time.sleep(0.002)
+    finally:
+        trainer.close()
     assert fleet.observer.faults == []

@@ -227,14 +227,18 @@ def parts_of(timing: LinkTiming | ServedTiming) -> dict[str, float]:
     }
 
 
-def longest(timing: LinkTiming | ServedTiming) -> str:
-    parts = parts_of(timing)
-    return max(parts, key=parts.__getitem__)
-
-
 def longest_at_work(timing: LinkTiming | ServedTiming) -> str:
     """Without the waits for a core, which other processes of this machine cause."""
     parts = {**parts_of(timing), "delay_s": 0.0}
+    return max(parts, key=parts.__getitem__)
+
+
+WAITS_FOR_PEER = ("link_s", "empty_s", "blocked_s", "window_s")
+
+
+def longest_of_own(timing: LinkTiming | ServedTiming) -> str:
+    """Without the waits for the other end, which other processes of this machine slow, too."""
+    parts = {name: each for name, each in parts_of(timing).items() if name not in WAITS_FOR_PEER}
     return max(parts, key=parts.__getitem__)
 
 
@@ -325,18 +329,21 @@ def test_a_slow_disk_of_the_source_is_told_from_the_link(tmp_path: Path) -> None
 # where cores are short, too, a thread waits for a core and seldom for the GIL: then a read shows
 # little, and the next one may show it
 READS = 8
+# each of four batches waits once. (The link may take longer than that: where the kernel leaves
+# packets to a thread of its own, that thread waits for the core of the one that computes.)
+GIL_S = 4 * sys.getswitchinterval()
 
 
 @pytest.mark.heavy
 def test_a_thread_that_keeps_the_gil_is_told_from_the_link() -> None:
     reads = (seconds_of(64, reader="spinning") for _ in range(READS))
-    assert any(link.gil_s > link.link_s + link.empty_s for link, _ in reads)
+    assert any(link.gil_s > GIL_S for link, _ in reads)
 
 
 @pytest.mark.heavy
 def test_a_thread_that_keeps_the_gil_at_the_source_is_told_from_the_reader() -> None:
     reads = (seconds_of(64, source="spinning") for _ in range(READS))
-    assert any(served.gil_s > served.blocked_s + served.disk_s for _, served in reads)
+    assert any(served.gil_s > GIL_S for _, served in reads)
 
 
 @pytest.mark.heavy
@@ -350,14 +357,14 @@ def test_no_thread_keeps_the_gil_of_a_quiet_process() -> None:
 @counts_delay
 def test_a_crowded_core_is_delay() -> None:
     reads = (seconds_of(64, reader="crowded") for _ in range(READS))
-    assert any(longest(link) == "delay_s" for link, _ in reads)
+    assert any(longest_of_own(link) == "delay_s" for link, _ in reads)
 
 
 @pytest.mark.heavy
 @counts_delay
 def test_a_crowded_core_of_the_source_is_delay() -> None:
     reads = (seconds_of(64, source="crowded") for _ in range(READS))
-    assert any(longest(served) == "delay_s" for _, served in reads)
+    assert any(longest_of_own(served) == "delay_s" for _, served in reads)
 
 
 # --------------------------------------------------------------------------------------------------
