@@ -117,6 +117,29 @@ def test_a_slow_engine_keeps_no_other_one(
     assert engines[2].begun[:2] == [1, 3]  # the second one would have run beside the first
 
 
+def test_an_engine_that_is_listed_again_has_no_second_call_beside_the_first() -> None:
+    """The second update would pause it, and the end of the first would resume it meanwhile."""
+    made, listed = list[FakeEngine](), ["a"]
+
+    def make(name: str) -> FakeEngine:
+        made.append(FakeEngine(name))
+        made[-1].gate.clear()
+        return made[-1]
+
+    fleet = Fleet(find=lambda: listed, make=make, timeout_s=0.1)
+    with pytest.raises(OperationTimeout):
+        fleet.update(info(1))
+    listed.clear()  # the coordinator does not hear of it for a while
+    fleet.update(info(2))
+    listed.append("a")
+    with pytest.raises(OperationTimeout):
+        fleet.update(info(3))
+    assert [each.begun for each in made] == [[1]]
+    made[0].gate.set()
+    fleet.close()
+    fleet._threads.shutdown(wait=True)
+
+
 def test_an_excluded_engine_is_not_waited_for(
     engines: list[FakeEngine], fleet: Callable[..., Fleet]
 ) -> None:

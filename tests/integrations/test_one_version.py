@@ -72,6 +72,7 @@ class SimEngine:
         self.old: int | None = None
         self.staged: int | None = None
         self.polled: tuple[Records, float] | None = None
+        self.caught: tuple[int, Records, float] | None = None  # fetched, not in place yet
         self.fence_seen: tuple[int, float] | None = None
 
     def call(self, step: Step, now: float, fails: bool) -> None:
@@ -96,7 +97,16 @@ class SimEngine:
         self.seat.settle(attempt, is_commit, now)
 
     def poll(self, now: float) -> None:
-        """The first half asks, the second one acts on the answer."""
+        """The first part asks, the second one acts on the answer, and a third one puts in place
+        what the engine has fetched itself.
+        """
+        seat = self.seat
+        if self.caught is not None:
+            (version, records, asked_at), self.caught = self.caught, None
+            if seat.state is not EngineState.FLIPPED and not seat.is_outdated(asked_at):
+                self.place = version
+                seat.caught_up(version, records, asked_at)
+            return
         if self.polled is None:
             self.polled = self.log.read(), now
             return
@@ -105,16 +115,16 @@ class SimEngine:
         if overdue is not None:
             self.log.decide(overdue, False)
             asked_at, records = now, self.log.read()
-        seat = self.seat
+        if seat.is_outdated(asked_at):
+            return
         if seat.state is EngineState.FLIPPED:
             decision = records.decision(seat.attempt)
             if decision is not None:
                 self.settle(seat.attempt, decision, now)
         seat.heard(records, asked_at)
         if seat.is_behind(records):
-            self.place = records.current
-            assert self.place is not None
-            seat.caught_up(self.place, self.log.read(), now)
+            assert records.current is not None
+            self.caught = records.current, self.log.read(), now
 
     def overdue(self, records: Records, now: float) -> int | None:
         fence = records.fence

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection
+from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +23,8 @@ from tensorhub.errors import (
     StateError,
     VersionConflict,
 )
-from tensorhub.integrations import one_version_engine
-from tensorhub.integrations.announced import SEATS, announce, announced
+from tensorhub.integrations import one_version_engine, trainer_group
+from tensorhub.integrations.announced import SEATS, SERVERS, announce, announced
 from tensorhub.integrations.one_version import ATTEMPTS, Decide, Fence, Seat
 from tensorhub.integrations.one_version_engine import Engine
 from tensorhub.integrations.one_version_http import Remote
@@ -212,6 +214,38 @@ def test_an_engine_that_joins_in_mid_update_serves_no_other_version(
     assert rig.serve() == [(2, {2.0}), (2, {2.0})]
 
 
+def test_a_coordinator_that_comes_back_without_its_state_finds_the_engines_again() -> None:
+    first = sync.serve(token="")
+    port = int(first.address.rpartition(":")[2])
+    with sync.connect(first.address) as hub, sync.connect(first.address) as others:
+        its = Engine(hub, "actor", Policy(8), lease_s=LEASE_S, timeout_s=WAIT_S)
+        server = announce(others, "actor", SERVERS, "http://10.0.0.1:8000")
+        server.keep()
+        weights = others.register("actor", values(8, 1.0))
+        trainer = OneVersion(others, "actor", lease_s=LEASE_S, timeout_s=WAIT_S)
+        assert trainer.update(weights.publish(1)).done == (its.url,)
+        trainer.close()
+        its.wait_until_served(WAIT_S)
+        first.close()
+        with sync.serve(port=port, token=""):
+            with sync.connect(first.address) as newcomer:
+                until = time.monotonic() + WAIT_S
+                for kind, url in ((SEATS, its.url), (SERVERS, "http://10.0.0.1:8000")):
+                    while announced(newcomer, "actor", kind) != [url]:
+                        assert time.monotonic() < until
+                        time.sleep(0.01)
+                info = newcomer.register("actor", values(8, 2.0)).publish(2)
+                trainer = OneVersion(newcomer, "actor", lease_s=LEASE_S, timeout_s=WAIT_S)
+                with pytest.raises(StateError, match="no engine has taken") as error:
+                    trainer.update(info)
+                assert "LeaseLost" in error.value.__notes__[0]  # once, of its memory
+                assert trainer.update(info).done == (its.url,)
+                trainer.close()
+                assert its.wait_until_served(WAIT_S) == 2
+            server.close()
+            its.close()
+
+
 def test_in_place_by_a_function(rig: Rig) -> None:
     live = values(8, 0.0)
 
@@ -227,18 +261,24 @@ def test_in_place_by_a_function(rig: Rig) -> None:
         rig.engine(tensors=values(8, 0.0))
 
 
-def test_two_trainers_and_an_older_version(rig: Rig) -> None:
+def test_two_trainers_and_an_older_version(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.engine()
     trainer = rig.trainer()
+
+    def sleep(_: float) -> None:
+        trainer.close()
+
     first = rig.publish(1)
     trainer.update(rig.publish(2))
     with pytest.raises(VersionConflict, match="version 1 of 'actor' is older"):
         trainer.update(first)
     with sync.connect(rig.address) as hub:
         with pytest.raises(StateError, match="another trainer updates the engines of 'actor'"):
-            OneVersion(hub, "actor", [rig.engines[0].url])
-        trainer.close()
-        OneVersion(hub, "actor", [rig.engines[0].url]).close()
+            OneVersion(hub, "actor", [rig.engines[0].url], timeout_s=0.1)
+        monkeypatch.setattr(
+            trainer_group, "time", SimpleNamespace(sleep=sleep, monotonic=monotonic)
+        )
+        OneVersion(hub, "actor", [rig.engines[0].url]).close()  # it waits: it may be dead
 
 
 def test_a_number_that_has_no_attempts(rig: Rig) -> None:
@@ -313,15 +353,26 @@ def test_a_trainer_that_is_not_this_engines(rig: Rig) -> None:
     with sync.connect(rig.address) as hub:
         info = hub.register("critic", values(8, 9.0)).publish(1)
         other = OneVersion(hub, "critic", [its.url], lease_s=LEASE_S)
-        with pytest.raises(StateError) as error:
+        with pytest.raises(InvalidValue, match=r"the trainer has \{'model': 'critic'"):
             other.update(info)
-        assert "the trainer has {'model': 'critic'" in "".join(error.value.__notes__)
         other.close()
     with pytest.raises(InvalidValue, match=r"'lease_s': 0\.1\}, and this engine"):
         Remote(its.url, terms={"model": "actor", "lease_s": 0.1}).stage(ATTEMPTS)
     with pytest.raises(InvalidValue, match="give each engine once"):
         rig.trainer(servers=[its.url, f"{its.url}/"])
     assert rig.serve() == [(1, {1.0})]
+
+
+def test_an_engine_with_a_longer_lease_keeps_all_at_the_old_version(rig: Rig) -> None:
+    """The trainer would not wait long enough: that engine would go on with the old version."""
+    rig.engine()
+    trainer = rig.trainer()
+    trainer.update(rig.publish(1))
+    rig.engine(lease_s=2 * LEASE_S).wait_until_served(WAIT_S)
+    trainer.close()
+    with pytest.raises(InvalidValue, match=r"and this engine .*'lease_s': 1\.0"):
+        rig.trainer().update(rig.publish(2))
+    assert rig.serve() == [(1, {1.0}), (1, {1.0})]
 
 
 def test_what_is_no_url_is_no_engine(rig: Rig) -> None:
@@ -354,6 +405,89 @@ def test_weights_in_use_are_not_replaced_by_a_decision_that_comes_late(
         assert rig.policies[0].get_parameter("b")[0] == 1.0
     its.settle(attempt, is_commit=True)
     assert rig.policies[0].get_parameter("b")[0] == 2.0
+
+
+@pytest.mark.parametrize("by", ["abort", "later commit"])
+def test_an_attempt_that_is_decided_while_a_flip_waits_for_a_use(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """As where the trainer has waited long enough, and goes on without this engine: what is served
+    then stays in place when the use ends.
+    """
+    its = rig.engine(decide_s=WAIT_S)
+    trainer = rig.trainer(attempts_max=1)
+    trainer.update(rig.publish(1))
+    its.wait_until_served(WAIT_S)
+    rig.publish(2)
+    attempt = 2 * ATTEMPTS
+    its.stage(attempt)
+    monkeypatch.setattr(its, "_poll", lambda: None)  # the calls are made here
+    errors = list[Exception]()
+
+    def flip() -> None:
+        try:
+            its.flip(attempt)
+        except StateError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=flip)
+    with its.use(WAIT_S):
+        thread.start()
+        with its._lock:
+            assert its._lock.wait_for(lambda: its._is_flipped(attempt), WAIT_S)
+        with pytest.raises(OperationTimeout, match="still being used"):
+            its.flip(attempt)  # a repeated call does not say that it is done
+        if by == "abort":
+            its.settle(attempt, is_commit=False)
+        else:
+            with pytest.raises(StateError, match="still being used"):
+                its.settle(attempt, is_commit=True)
+    thread.join(WAIT_S)
+    if by == "abort":
+        assert "was decided while" in str(errors)
+        its.seat.lease_until = boot_time() + WAIT_S
+    else:
+        assert not errors
+        its.settle(attempt, is_commit=True)
+    version = 1 if by == "abort" else 2
+    assert rig.serve() == [(version, {float(version)})]
+
+
+def test_what_an_engine_has_read_before_a_commit_puts_nothing_in_place_after_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has voted, and takes the version before anew, because that was lost."""
+    rig.engine()
+    its = rig.engine()
+    trainer = rig.trainer()
+    trainer.update(rig.publish(1))
+    rig.serve()
+    does, read = trainer._do, its._log.read
+    has_read, may_go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(target=its._catch_up, args=(1,))
+
+    def slow() -> Any:
+        records = read()
+        has_read.set()
+        assert may_go_on.wait(WAIT_S)
+        return records
+
+    def do(step: Any) -> Any:
+        if isinstance(step, Fence):  # all have voted
+            monkeypatch.setattr(its, "_poll", lambda: None)
+            monkeypatch.setattr(its._log, "read", slow)
+            its.lost()
+            thread.start()
+            assert has_read.wait(WAIT_S)
+        return does(step)
+
+    monkeypatch.setattr(trainer, "_do", do)
+    assert len(trainer.update(rig.publish(2)).done) == 2
+    its.seat.lease_until = boot_time() + WAIT_S
+    may_go_on.set()
+    thread.join(WAIT_S)
+    assert its.version == 2
+    assert rig.serve() == [(2, {2.0}), (2, {2.0})]
 
 
 def test_weights_in_use_are_not_filled_by_an_engine_that_is_behind(rig: Rig) -> None:

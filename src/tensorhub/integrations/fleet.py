@@ -76,6 +76,7 @@ class Calls(Generic[E]):
     ) -> None:
         _check_once([engine.name for engine in engines])
         self._members = [_Member(engine) for engine in engines]
+        self._left: list[_Member[E]] = []  # they are members no more, and a call goes on
         self._timeout_s, self._failures_max = timeout_s, failures_max
         self._threads = ThreadPoolExecutor(ENGINES_MAX, thread_name_prefix="tensorhub-fleet")
 
@@ -84,11 +85,15 @@ class Calls(Generic[E]):
         return frozenset(each.engine.name for each in self._members)
 
     def follow(self, names: Sequence[str], make: Callable[[str], E]) -> None:
-        """Have the engines with these names from now on, and no other ones; new ones are made."""
-        known = {each.engine.name: each for each in self._members}
+        """Have the engines with these names from now on, and no other ones; new ones are made. One
+        that comes back while a call goes on there is the one that it was.
+        """
+        known = {each.engine.name: each for each in (*self._members, *self._left)}
         asked = [name.rstrip("/") for name in names]
         _check_once(asked)
         self._members = [known.get(name) or _Member(make(name)) for name in asked]
+        left = [each for name, each in known.items() if name not in asked]
+        self._left = [each for each in left if each.running and not each.running.done()]
 
     def close(self) -> None:
         """Begin no call any more. The engines keep what they serve."""

@@ -99,7 +99,15 @@ class Seat(Stateful[EngineState]):
 
     machine: ClassVar[str] = "engine of a fleet"
     table: ClassVar = ENGINE_TABLE
-    __slots__ = ("attempt", "decide_s", "flipped_at", "lease_s", "lease_until", "version")
+    __slots__ = (
+        "attempt",
+        "changed_at",
+        "decide_s",
+        "flipped_at",
+        "lease_s",
+        "lease_until",
+        "version",
+    )
 
     def __init__(self, lease_s: float, decide_s: float) -> None:
         super().__init__(EngineState.READY)
@@ -107,6 +115,7 @@ class Seat(Stateful[EngineState]):
         self.version: int | None = None
         self.attempt = -1  # the newest one that it has voted in, or has heard of
         self.lease_until = self.flipped_at = -math.inf
+        self.changed_at = -math.inf  # by the trainer: records that were asked for before lack it
 
     def serves(self, now: float) -> int | None:
         """The version that may be served at this moment."""
@@ -144,7 +153,7 @@ class Seat(Stateful[EngineState]):
                 f"attempt {attempt}",
                 retryable=True,
             )
-        self.flipped_at = now
+        self.flipped_at = self.changed_at = now
         self.become(E.FLIPPED, attempt, now, "all have voted")
         return True
 
@@ -157,8 +166,13 @@ class Seat(Stateful[EngineState]):
         is_new = is_commit and self.state is E.FLIPPED
         if is_new:
             self.version = version_of(attempt)
+        self.changed_at = now
         self.become(E.READY, attempt, now, "committed" if is_commit else "aborted")
         return is_new
+
+    def is_outdated(self, asked_at: float) -> bool:
+        """Whether records that were asked for then may be older than what this seat knows."""
+        return asked_at <= self.changed_at
 
     def heard(self, records: Records, asked_at: float) -> None:
         """Renew the lease, or give up what is not current; after an attempt that was decided was

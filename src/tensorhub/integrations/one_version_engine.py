@@ -233,13 +233,21 @@ class Engine:
         """Stop serving, and put the staged version in place."""
         with self._lock:
             if self.seat.flip(attempt, now_s()):
-                self._fault = None
-                if not self._lock.wait_for(lambda: not self._uses, self.seat.decide_s):
-                    self._fault = OperationTimeout("the weights are still being used")
-                else:
+                self._fault = OperationTimeout("the weights are still being used")
+                if self._lock.wait_for(
+                    lambda: not (self._uses and self._is_flipped(attempt)), self.seat.decide_s
+                ):
+                    if not self._is_flipped(attempt):  # the weights in place are served again
+                        raise StateError(
+                            f"attempt {attempt} was decided while the weights were being used",
+                            retryable=True,
+                        )
                     self._fault = self._try_put(self._staged)
             if self._fault is not None:
                 raise self._fault
+
+    def _is_flipped(self, attempt: int) -> bool:
+        return attempt == self.seat.attempt and self.seat.state is EngineState.FLIPPED
 
     def settle(self, attempt: int, is_commit: bool) -> None:
         """Serve again: the staged version, or the old one."""
@@ -247,9 +255,8 @@ class Engine:
             self._settle(attempt, is_commit)
 
     def _settle(self, attempt: int, is_commit: bool) -> None:
-        is_flipped = attempt == self.seat.attempt and self.seat.state is EngineState.FLIPPED
         is_needed = self._fault is not None if is_commit else self.seat.version is not None
-        if is_flipped and is_needed:
+        if self._is_flipped(attempt) and is_needed:
             # a commit: the others have taken the version in a later attempt
             if is_commit and self._uses:
                 raise StateError("the weights are still being used", retryable=True)
@@ -279,6 +286,7 @@ class Engine:
             self._closed.wait(self.seat.lease_s / 4)
 
     def _poll(self) -> None:
+        self._announced.renew(self.seat.lease_s)
         asked_at = now_s()
         records = self._log.read()
         overdue = self._overdue(records)
@@ -286,6 +294,8 @@ class Engine:
             self._log.decide(overdue, False)
             asked_at, records = now_s(), self._log.read()
         with self._lock:
+            if self.seat.is_outdated(asked_at) or not self._announced.is_known:
+                return
             if self.seat.state is EngineState.FLIPPED:
                 decision = records.decision(self.seat.attempt)
                 if decision is not None:
@@ -326,7 +336,8 @@ class Engine:
             asked_at = now_s()
             records = self._log.read()
             with self._lock:
-                if self.seat.state is EngineState.FLIPPED or self._uses:
+                is_in_use = self.seat.state is EngineState.FLIPPED or self._uses
+                if is_in_use or self.seat.is_outdated(asked_at):
                     return
                 if fault := self._try_put(slot):
                     raise fault

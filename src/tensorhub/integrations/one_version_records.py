@@ -14,6 +14,7 @@ import numpy as np
 from tensorhub import sync
 from tensorhub.errors import RegistrationError, StateError, VersionConflict, VersionUnavailable
 from tensorhub.integrations.one_version import ABORT, COMMIT, Records
+from tensorhub.integrations.trainer_group import register_trainer
 from tensorhub.types import ModelInfo
 
 KEPT = 4  # records that a process goes on to hold: the coordinator lists what is held
@@ -29,13 +30,12 @@ class RecordLog:
         self._ready: list[sync.Weights] = []
 
     def lead(self) -> sync.Weights:
-        """Be the one trainer that decides, until the result is closed. Raises StateError: another
-        one is.
+        """Be the one trainer that decides, until the result is closed. Waits for one that may be
+        dead (`trainer_group`). Raises StateError: another one is.
         """
+        source = {"trainer": np.zeros(1, np.uint8)}
         try:
-            return self._hub.register(
-                f"{self._model}/trainer", {"trainer": np.zeros(1, np.uint8)}, group="trainer"
-            )
+            return register_trainer(self._hub, f"{self._model}/trainer", source, self._timeout_s)
         except RegistrationError as error:
             raise StateError(
                 f"another trainer updates the engines of {self._model!r}: {error}", retryable=True

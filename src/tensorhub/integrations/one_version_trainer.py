@@ -88,7 +88,8 @@ class OneVersion:
 
         Raises StateError (no engine has it, and all serve the old one; each engine's error is a
         note), VersionConflict (older than what engines serve), InvalidValue (a number of 2**51 or
-        more), and as `Hub.describe` and `Weights.publish`: then engines settle it by the records.
+        more, or an engine with another model or `lease_s`), and as `Hub.describe` and
+        `Weights.publish`: then engines settle it by the records.
         """
         first = self._first_attempt(info)
         self._errors = {}
@@ -158,6 +159,9 @@ class OneVersion:
             self._asked = step.engines
             voted = self._ask(step, lambda engine: engine.stage(attempt))
             self._voted_at = time.monotonic()
+            for error in self._errors.values():
+                if isinstance(error, InvalidValue):  # perhaps it has a longer lease
+                    raise error
             return voted
         if isinstance(step, Fence):
             if not self._log.fence(attempt):

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import functools
 import os
+from contextlib import suppress
 from typing import Any, Final
 
 from tensorhub import sync
-from tensorhub.errors import InvalidValue, StateError
+from tensorhub.errors import InvalidValue, StateError, TensorHubError
 from tensorhub.integrations.announced import SERVERS, announce
 from tensorhub.logs import get_logger
 from tensorhub.runtime.control.addresses import split_addresses
@@ -82,4 +83,15 @@ def start(worker: Any) -> None:
     if (url := os.environ.get(URL)) and worker.vllm_config.parallel_config.rank == 0:
         # not the connection of updates, which ends where a trainer has other settings
         hub = sync.connect(address, name=url)
-        worker.__dict__["_tensorhub_announced"] = announce(hub, model, SERVERS, url)
+        announcement = announce(hub, model, SERVERS, url)
+        announcement.keep()
+        worker.__dict__["_tensorhub_announced"] = hub, announcement
+
+
+def withdraw(worker: Any) -> None:
+    """Have trainers find this engine no more."""
+    if (found := worker.__dict__.pop("_tensorhub_announced", None)) is not None:
+        hub, announcement = found
+        with suppress(TensorHubError):
+            announcement.close()
+        hub.close()
