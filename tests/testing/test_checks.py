@@ -13,7 +13,7 @@ from tensorhub.coordinator.operations import Deadlines, Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.refusals import LEFT
 from tensorhub.coordinator.states import OperationState, WorkerState
-from tensorhub.errors import OperationTimeout, VersionUnavailable
+from tensorhub.errors import IntegrityError, OperationTimeout, VersionUnavailable
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import LeaveRequest, Pin, Watch
 from tensorhub.testing import GuaranteeBroken, SimHandle, SimulatedCluster, StepwiseCluster
@@ -238,6 +238,25 @@ def test_a_reader_that_is_blamed_for_one_sources_bytes_is_noticed() -> None:
         next(iter(reader.pull.lanes.values())).end("corrupt", 0)
         with pytest.raises(GuaranteeBroken, match=r"digests: .* is blamed for"):
             cluster.run()
+
+
+def test_by_the_coordinators_clock_a_reader_may_be_blamed_for_one_sources_bytes() -> None:
+    """R8: once its time is over there, although its caller would wait longer."""
+    cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
+    cluster.clock_rate = 1.25
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    record = reader.replicate(timeout_s=10.0)
+    cluster.run(until=lambda: reader.pull is not None and reader.pull.lanes)
+    assert reader.pull is not None
+    next(iter(reader.pull.lanes.values())).end("corrupt", 0)
+    cluster.run("read")  # the trainer's bytes are unchanged
+    trainer.worker.crash()
+    cluster.advance(9.0)
+    assert isinstance(record.error, IntegrityError)
+    assert record.until > cluster.now
 
 
 def one_published(world_size: int) -> tuple[SimulatedCluster, UserGroup, UserGroup]:

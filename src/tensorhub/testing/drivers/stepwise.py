@@ -339,7 +339,7 @@ class StepwiseCluster(World):
         while True:
             if run:
                 self.run()
-            due = [self.heartbeat_at, self.coordinator.next_deadline()]
+            due = [self.heartbeat_at, self._coordinators_deadline()]
             due += [handle.member.next_deadline() for handle in self._running_handles()]
             due += [worker.copies.machine.next_deadline() for worker in self._running_workers()]
             due += [
@@ -357,6 +357,10 @@ class StepwiseCluster(World):
         if run:
             self.run()
 
+    def _coordinators_deadline(self) -> float | None:
+        due = self.coordinator.next_deadline()
+        return None if due is None else self.when(due)
+
     def time_passes(self) -> None:
         """Let the due events happen; owners no longer wait for chunks that they lack."""
         if self.now >= self.heartbeat_at:
@@ -364,7 +368,7 @@ class StepwiseCluster(World):
             for worker in self.workers.values():
                 if worker.stopped_until <= self.now:
                     worker.beat()
-        due = self.coordinator.next_deadline()
+        due = self._coordinators_deadline()
         if due is not None and due <= self.now:
             self.step(Tick())
         for worker in self._running_workers():
