@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.errors import GroupAborted
+from tensorhub.errors import GroupAborted, OperationTimeout
 from tensorhub.testing import CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
 from tests.coordinator.test_resumption import publish, published
@@ -132,6 +132,22 @@ def test_differing_calls_end_on_all_ranks_at_once_and_are_both_named(one: str, t
     again = [handle.publish(1) for handle in ranks]
     cluster.run()
     assert [call.number for call in again] == [1, 1]
+
+
+def test_ranks_that_are_one_call_apart_meet_also_where_a_rank_ends_its_call_itself() -> None:
+    """Its deadline comes first where the coordinator's clock is slow. The other rank, which calls
+    late, joins it in the next call, as after a deadline of the coordinator.
+    """
+    cluster = StepwiseCluster()
+    cluster.clock_rate = 0.5
+    ranks = cluster.group("trainer", 2)
+    cluster.run()
+    alone = ranks[0].publish(1, 5.0)
+    cluster.advance(8.0)
+    assert isinstance(alone.error, OperationTimeout)
+    together = [rank.publish(1, 5.0) for rank in ranks]
+    cluster.run()
+    assert [each.number for each in together] == [1, 1]
 
 
 def _call(handle: SimHandle, what: str) -> CallRecord:

@@ -39,6 +39,7 @@ from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.coordinator.waiting import awaits_hook, needs_source
 from tensorhub.errors import (
+    CoordinatorUnavailable,
     GroupAborted,
     IntegrityError,
     ManifestMismatch,
@@ -314,9 +315,12 @@ class Operations:
             is_of_all = (
                 part is not None and part.checks != "" and isinstance(error, ManifestMismatch)
             )
-            self._decisions.abort(
-                operation, Blame(error, None if is_of_all else member.rank), also_late=True
+            # as at a deadline here: its clock, or the way to it, has been faster
+            is_overdue = part is not None and isinstance(
+                error, OperationTimeout | CoordinatorUnavailable
             )
+            blame = Blame(error, None if is_of_all else member.rank)
+            self._decisions.abort(operation, blame, also_late=not is_overdue)
             if part is None:
                 self._decisions.answer(member, key)
 
