@@ -106,18 +106,16 @@ def ray(mib: int, rounds: int) -> None:
 
     class Worker:
         def __init__(self, address: str, tcp: str) -> None:
-            self.memory = {name: tensors(mib) for name in ("actor", "bare", "object")}
-            self.hubs = {
-                "actor": sync.connect(address, location=location()),
-                "bare": sync.connect(tcp),
-            }
+            self.memory = {name: tensors(mib) for name in ("actor", "bare", "fresh", "object")}
+            hub, bare = sync.connect(address, location=location()), sync.connect(tcp)
             self.weights = {
-                name: hub.register(name, self.memory[name]) for name, hub in self.hubs.items()
+                name: each.register(name, self.memory[name])
+                for name, each in (("actor", hub), ("bare", bare), ("fresh", bare))
             }
 
         def step(self, version: int) -> None:
-            for name, weights in self.weights.items():
-                with weights.mutate(version):
+            for name in ("actor", "bare"):
+                with self.weights[name].mutate(version):
                     for each in self.memory[name].values():
                         each.fill_(version)
             for each in self.memory["object"].values():
@@ -126,9 +124,16 @@ def ray(mib: int, rounds: int) -> None:
         def update(self, version: int) -> None:
             self.weights["actor"].update(version)
 
-        def bare(self, version: int) -> float:
+        def bare(self, name: str, version: int) -> float:
             began = time.perf_counter()
-            self.weights["bare"].update(version)
+            self.weights[name].update(version)
+            return time.perf_counter() - began
+
+        def publish(self, version: int) -> float:
+            """As an object is published: its digests are made while it is read."""
+            began = time.perf_counter()
+            with self.weights["fresh"].mutate(version):
+                pass
             return time.perf_counter() - began
 
         def allocate_and_copy(self) -> float:
@@ -181,12 +186,17 @@ def ray(mib: int, rounds: int) -> None:
             set_target_for_ref(of := method.remote(), own)
             return of
 
-        def told(name: str, call: Any) -> None:
-            found.setdefault(name, []).append(ray.get(call))
+        def told(name: str, *calls: Callable[[], Any]) -> None:
+            found.setdefault(name, []).append(sum(ray.get(call()) for call in calls))
 
         def turns(version: int) -> list[Callable[[], None]]:
             return [
-                lambda: told("bare", rollout.bare.remote(version)),
+                lambda: told("bare", lambda: rollout.bare.remote("bare", version)),
+                lambda: told(
+                    "fresh",
+                    lambda: trainer.publish.remote(version),
+                    lambda: rollout.bare.remote("fresh", version),
+                ),
                 lambda: timed("update", lambda: rollout.update.remote(version)),
                 lambda: timed("call", rollout.nothing.remote),
                 lambda: timed(
@@ -195,13 +205,13 @@ def ray(mib: int, rounds: int) -> None:
                 lambda: timed("in place", lambda: in_place(trainer.tensors)),
                 lambda: timed("unmoved", lambda: rollout.take.remote(trainer.unmoved.remote(), 0)),
                 lambda: timed("unmoved in place", lambda: in_place(trainer.unmoved)),
-                lambda: told("copy", rollout.allocate_and_copy.remote()),
+                lambda: told("copy", rollout.allocate_and_copy.remote),
             ]
 
         for version in range(1, rounds + 2):
             ray.get(trainer.step.remote(version))
             # each of them comes first now and then: it finds the trainer's memory in no cache
-            first = version % 8
+            first = version % 9
             for turn in turns(version)[first:] + turns(version)[:first]:
                 turn()
                 while ray.get(trainer.pending.remote()):
@@ -210,6 +220,7 @@ def ray(mib: int, rounds: int) -> None:
         after = {name: times[1:] for name, times in found.items()}
         bare, load = {"bare update": after["bare"]}, "{:.0f} {:.0f} {:.0f}".format(*os.getloadavg())
         report(mib, after["update"], {**bare, "a call of Ray that moves nothing": after["call"]})
+        bare = {"bare publish and update": after["fresh"]}
         report(mib, after["object"], {**bare, "an object that is not moved": after["unmoved"]})
         report(
             mib,
