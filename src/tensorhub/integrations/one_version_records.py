@@ -78,6 +78,8 @@ class RecordLog:
             self._ready.append(self._register(self._flips, 1))
 
     def _register(self, model: str, nbytes: int) -> sync.Weights:
+        while len(self._held) > KEPT:  # here, as a flip waits for what records a number
+            self._held.popleft().close()
         return self._hub.register(model, {"record": np.zeros(nbytes, np.uint8)})
 
     def _append(self, model: str, number: int, nbytes: int) -> bool:
@@ -89,12 +91,7 @@ class RecordLog:
             weights.close()
             return False
         except BaseException:  # perhaps it was recorded
-            self._hold(weights)
+            self._held.append(weights)
             raise
-        self._hold(weights)
-        return True
-
-    def _hold(self, weights: sync.Weights) -> None:
         self._held.append(weights)
-        if len(self._held) > KEPT:
-            self._held.popleft().close()
+        return True
