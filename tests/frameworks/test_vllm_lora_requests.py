@@ -5,6 +5,7 @@ error of its request.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from tensorhub.integrations.adapters import adapter_tensors
 from tensorhub.integrations.vllm_lora import adapter_request
 from tests.frameworks import vllm_cpu
 from tests.frameworks.test_vllm_lora import CONFIG, adapter
+from tests.frameworks.test_vllm_server import post, serving
 from tests.frameworks.test_vllm_worker import EXTENSION
 
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(900)]
@@ -138,3 +140,59 @@ def test_a_version_that_is_not_published_is_the_error_of_its_request(
             await other.tokens()
 
     asyncio.run(requests())
+
+
+def test_adapters_of_a_server_by_http(
+    path: str,
+    coordinator: sync.Coordinator,
+    hub: sync.Hub,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's calls that load adapters, and requests that name them; two tensor-parallel workers."""
+    import requests
+
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    monkeypatch.setitem(vllm_cpu.ENVIRONMENT, "VLLM_PLUGINS", os.environ["VLLM_PLUGINS"])
+    options = ["--worker-extension-cls", EXTENSION, "--load-format", "dummy", "--enable-lora"]
+    options += ["--max-lora-rank", "8", "--max-loras", "2", "--max-cpu-loras", "2"]
+    options += ["--served-model-name", "base", "--enable-scale-out"]
+    poet = hub.register("poet", adapter_tensors(tensors := adapter(), CONFIG))
+    poet.publish(0)
+    with serving(tmp_path_factory.mktemp("server"), path, options, 2) as server:
+
+        def load(name: str, model: str) -> requests.Response:
+            body = {"lora_name": name, "lora_path": f"tensorhub:{model}"}
+            return requests.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=60)
+
+        def generate(model: str) -> requests.Response:
+            sampling = {"temperature": 0, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
+            body = {"model": model, "token_ids": [0], "sampling_params": sampling}
+            return requests.post(f"{server.url}/inference/v1/generate", json=body, timeout=60)
+
+        assert "has joined no cluster yet" in load("early", "poet@0").text
+        post(
+            server,
+            "collective_rpc",
+            method="tensorhub_join",
+            kwargs={"address": coordinator.address},
+        )
+        for wrong, reason in (("poet@1", "not published yet"), ("poet", "MODEL@VERSION")):
+            refused = load("wrong", wrong)
+            assert (refused.ok, reason in refused.text) == (False, True), refused.text
+        for version in range(3):
+            if version:
+                with poet.mutate(version):
+                    train(tensors)
+            loaded = load(f"poet@{version}", f"poet@{version}")
+            assert loaded.ok, loaded.text
+            made = generate(f"poet@{version}")
+            assert made.ok, made.text
+            assert len(made.json()["choices"][0]["token_ids"]) == 3
+        states = post(server, "collective_rpc", method="tensorhub_state")["results"]
+        assert [each["adapters"] for each in states] == [{"poet": [1, 2]}] * 2
+        late = generate("poet@0")  # unloaded, and no longer published
+        assert late.status_code == 400, late.text
+        assert "poet" in late.text
+        assert generate("poet@2").ok
+        assert generate("base").ok

@@ -198,7 +198,9 @@ def test_an_update_is_what_the_engine_loads_itself(
         llm.collective_rpc("tensorhub_leave")
 
 
-@pytest.mark.parametrize("kind", ["fp8, tensor"])
+@pytest.mark.parametrize(
+    "kind", ["fp8, tensor", "compressed int4", "experts, compressed fp8, channel"]
+)
 def test_two_workers_have_what_they_load_themselves(
     tmp_path: Path, coordinator: sync.Coordinator, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from tensorhub.errors import (
 )
 from tests.frameworks import vllm_cpu
 from tests.frameworks.test_vllm import actor, train
-from tests.frameworks.test_vllm_server import post, serving
+from tests.frameworks.test_vllm_server import Server, is_paused, post, process_of, serving
 
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(900)]
 
@@ -428,8 +431,39 @@ def test_the_plain_loop(llm: Any, hub: sync.Hub, tmp_path: Path) -> None:
     assert_has(llm, main(llm, f"{tmp_path}"))
 
 
+KILLED = """
+    import sys, time
+    from tensorhub import sync
+    from tensorhub.integrations.vllm_session import ExtensionClient, Session, Settings
+    from tests.frameworks.test_vllm import actor
+
+    url, address, after, version = sys.argv[1:]
+    hub = sync.connect(address)
+    hub.register("actor", actor(12)).publish(int(version))
+    client = ExtensionClient(url)
+    Session(client, Settings(address, "actor")).get_ready(int(version))
+    client.pause_generation(mode="keep", clear_cache=True)
+    if after == "update":
+        client.update_weights({"version": int(version)})
+    print("now", flush=True)
+    time.sleep(600)
+"""
+
+
+def a_trainer_is_killed(server: Server, address: str, after: str, version: int) -> None:
+    """Within an update, with generation paused."""
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), server.url, address, after]
+    with subprocess.Popen([*command, f"{version}"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = next((line for line in process.stdout if "now" in line), None)
+        process.kill()
+    assert said is not None, "the trainer has ended"
+
+
 def test_a_server_by_http(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Two tensor-parallel workers. Each is compared with an independent load."""
+    """Two tensor-parallel workers. Each is compared with an independent load. Other trainers are
+    killed within an update, and at last a worker.
+    """
     from tensorhub.integrations.vllm_session import ExtensionClient, Session, Settings
 
     path, directory = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("server")
@@ -459,6 +493,23 @@ def test_a_server_by_http(tmp_path_factory: pytest.TempPathFactory) -> None:
                 broken.update(other.wait_for("half", at_least=0))
         state = post(server, "collective_rpc", method="tensorhub_state")["results"][0]
         assert (state["model"], state["version"], state["is_torn"]) == ("half", None, False)
+        for version, after in ((2, "prepare"), (4, "update")):
+            a_trainer_is_killed(server, coordinator.address, after, version)
+            assert is_paused(server)
+            has = version if after == "update" else None
+            assert [each["version"] for each in client.state()] == [has] * 2
+            with weights.mutate(version + 1):
+                train(model)
+            engine.update(hub.wait_for("actor", at_least=version + 1))
+            engine.check()
+            assert not is_paused(server)
+        with weights.mutate(6):
+            train(model)
+        (directory / "1").write_text(f"{process_of(server, 'VLLM::Worker_TP1')}")
+        with pytest.raises(StateError, match=r"answered 500|engine is dead"):
+            engine.update(hub.wait_for("actor", at_least=6))
+        with weights.mutate(7):  # the trainer has its memory back
+            train(model)
 
 
 def test_an_async_engine(tmp_path_factory: pytest.TempPathFactory) -> None:

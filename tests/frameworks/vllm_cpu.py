@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def shim() -> None:
 
 def faults() -> None:
     """Have a worker fail at the end of an update as long as a file in `TENSORHUB_TEST_FAULTS` has
-    the number of its rank.
+    the number of its rank. In the file: a process that is killed then.
     """
     from tensorhub.integrations import vllm_layers
 
@@ -89,7 +90,10 @@ def faults() -> None:
 
     def finish_or_fail(model: torch.nn.Module, model_config: Any) -> None:
         rank = torch.distributed.get_rank()
-        if (Path(os.environ["TENSORHUB_TEST_FAULTS"]) / f"{rank}").exists():
+        fault = Path(os.environ["TENSORHUB_TEST_FAULTS"]) / f"{rank}"
+        if fault.exists():
+            if killed := fault.read_text():
+                os.kill(int(killed), signal.SIGKILL)
             raise RuntimeError(f"rank {rank} cannot finish its layers")
         finish(model, model_config)
 

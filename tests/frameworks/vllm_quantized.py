@@ -203,8 +203,10 @@ METHODS = {
 METHODS |= {
     f"experts, {name}": replace(METHODS[name], experts=EXPERTS, forced=True)
     for name in (
+        "fp8, tensor",
         "fp8, static",
         "fp8, block",
+        "compressed fp8, tensor",
         "compressed fp8, channel",
         "compressed nvfp4",
     )
@@ -281,8 +283,8 @@ _kept: list[Any] = []
 
 
 def plug_in() -> None:
-    """A plug-in of vLLM's, for its workers."""
-    if not _kept:
+    """A plug-in of vLLM's, for its workers; vLLM also loads it in a process with `prepared`."""
+    if not hasattr(torch.ops._C, "static_scaled_fp8_quant"):
         _kept.append(loadable())
         _kept[0].__enter__()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tensorhub.integrations.vllm_session import (
 )
 from tensorhub.model.stamps import Stamp
 from tensorhub.types import VersionInfo
+from tests.integrations.test_http_calls import Rogue
 
 INFO = VersionInfo("actor", 7, "content-7", 16, 1)
 STAMP = str(Stamp("actor", INFO.lineage, 7, "content-7", b""))
@@ -218,6 +220,66 @@ def test_a_server_that_takes_a_call_and_never_answers(monkeypatch: pytest.Monkey
         client = HttpClient(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.1)
         with pytest.raises(StateError, match=r"/resume: is it up\? \(timed out\)"):
             client.resume_generation()
+
+
+class Slow(Client):
+    """`update`: while an update is awaited."""
+
+    def __init__(self, url: str, update: Callable[[], object]) -> None:
+        super().__init__()
+        self.base_url, self._update = url, update
+
+    def update_weights(self, update_info: Any) -> None:
+        super().update_weights(update_info)
+        self._update()
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_a_call_that_a_dead_engine_leaves_unanswered(
+    monkeypatch: pytest.MonkeyPatch, is_up: bool
+) -> None:
+    """Its server says so, or takes no calls any more."""
+    monkeypatch.setattr(vllm_session, "HEALTH_S", 0.1)
+    server, answered = Rogue(), threading.Event()
+
+    def die() -> None:
+        if is_up:
+            server.status = 503
+        else:
+            server.close()
+        answered.wait()
+
+    client = Slow(server.url, die)
+    reason = "says that its engine is dead" if is_up else "Connection refused"
+    try:
+        with pytest.raises(StateError, match=f"{server.url} .*{reason}") as caught:
+            Session(client, Settings("tcp://a:1", "actor")).update(INFO)
+    finally:
+        answered.set()
+        server.close()
+    assert "may be torn" in caught.value.__notes__[0]
+    assert client.names == ["init", "pause", "start", "update", "finish", "label"]
+
+
+@pytest.mark.parametrize("status", [200, 404, 500])
+def test_a_slow_call_to_a_server_that_is_not_known_to_be_dead(
+    monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(vllm_session, "HEALTH_S", 0.1)
+    server, asked = Rogue(), threading.Event()
+    server.status = status
+
+    def update() -> None:
+        while len(server.calls) < 2:
+            asked.wait(0.01)
+
+    client = Slow(server.url, update)
+    try:
+        Session(client, Settings("tcp://a:1", "actor")).update(INFO)
+    finally:
+        server.close()
+    assert {path for _, path, _ in server.calls} == {"/health"}
+    assert client.names == ["init", "pause", "start", "update", "finish", "resume"]
 
 
 @pytest.mark.parametrize("pause", ["kep", "", False])

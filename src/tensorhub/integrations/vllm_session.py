@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any, Literal, get_args
 from urllib.parse import urlencode
 
@@ -31,6 +33,7 @@ INTACT, TORN, OPEN = (
 TORN_VERSION = "torn"  # the engine's `weight_version` where it generates with torn weights
 PauseMode = Literal["abort", "wait", "keep"]
 MARGIN_S = 30.0  # a server answers so much later than an update's own deadline, at most
+HEALTH_S = 5.0  # between two looks at the health of a server that has not answered yet
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ class ExtensionClient:
 
     def __init__(self, engine: Any, timeout_s: float = 300.0) -> None:
         self._engine = HttpClient(engine, timeout_s) if isinstance(engine, str) else engine
+        self.base_url: str | None = getattr(self._engine, "base_url", None)
 
     def __repr__(self) -> str:
         return f"{self._engine!r}"
@@ -206,19 +210,42 @@ class Session:
             **asked,
         }
 
+    def _await(self, call: Callable[..., object], *given: Any, **named: Any) -> None:
+        """Make a call to the engine. vLLM never answers a call that was under way when its engine's
+        process died, but a server's health tells of it.
+        """
+        url = getattr(self.client, "base_url", None)
+        if url is None:
+            call(*given, **named)
+            return
+        answer = Future[None]()
+
+        def run() -> None:
+            try:
+                call(*given, **named)
+            except BaseException as error:
+                answer.set_exception(error)
+            else:
+                answer.set_result(None)
+
+        Thread(target=run, name="tensorhub-vllm-call", daemon=True).start()
+        while not wait([answer], HEALTH_S).done:
+            _check_health(url)
+        answer.result()
+
     def get_ready(self, version: int | None = None) -> None:
         """Have the engine join the cluster, and get ready for `version`: it binds, and fetches
         where it has host memory, while it still generates.
         """
         init = self._init(version=version)
         try:
-            self.client.init_weight_transfer_engine(init)
+            self._await(self.client.init_weight_transfer_engine, init)
         except Exception as error:
             if OPEN not in _text_of(error):
                 raise
             with suppress(Exception):  # of several workers, the last one may have finished already
-                self.client.finish_weight_update()
-            self.client.init_weight_transfer_engine(init)
+                self._await(self.client.finish_weight_update)
+            self._await(self.client.init_weight_transfer_engine, init)
 
     def check(self, published: VersionInfo | None = None) -> None:
         """See `vllm.Trainer.check_weights`. `published`: what to compare with; None: the version
@@ -228,7 +255,8 @@ class Session:
         if published is not None:
             check_info(published)
             model, version = published.model, published.version
-        self.client.init_weight_transfer_engine(self._init(check=model, version=version))
+        init = self._init(check=model, version=version)
+        self._await(self.client.init_weight_transfer_engine, init)
 
     def update(self, info: VersionInfo) -> None:
         """Have the engine take a version. A paused engine is resumed, unless its weights are torn,
@@ -238,41 +266,56 @@ class Session:
         self.get_ready(info.version)
         settings, is_whole = self._settings, self._is_whole
         try:
-            self._controls.pause(settings.pause, settings.clear_cache)
-            self.client.start_weight_update()
+            self._await(self._controls.pause, settings.pause, settings.clear_cache)
+            self._await(self.client.start_weight_update)
             is_whole = False
             try:
-                self.client.update_weights({"version": info.version})
+                self._await(self.client.update_weights, {"version": info.version})
             except Exception as error:
                 is_whole = INTACT in _text_of(error)
                 # of several workers only the last one has closed the update
                 with suppress(Exception):
-                    self.client.finish_weight_update()
+                    self._await(self.client.finish_weight_update)
                 raise
             stamp = Stamp(info.model, info.lineage, info.version, info.content_id, b"")
-            self.client.finish_weight_update(weight_version=str(stamp))
+            self._await(self.client.finish_weight_update, weight_version=str(stamp))
         except BaseException as error:
             self._is_whole = is_whole
             self._after_failure(error, is_whole)
             raise
         self._is_whole = True
-        self._controls.resume()
+        self._await(self._controls.resume)
 
     def _after_failure(self, error: BaseException, is_whole: bool) -> None:
         """Whatever an engine generates bears the stamp of its weights, or "torn"."""
         try:
             if not is_whole:
-                self._controls.label(TORN_VERSION)
+                self._await(self._controls.label, TORN_VERSION)
                 error.add_note(
                     'the engine\'s weights may be torn: its weight version is "torn" until an '
                     "update succeeds"
                 )
             if is_whole or self._settings.resume_torn:
-                self._controls.resume()
+                self._await(self._controls.resume)
             elif self._settings.pause is not None:
                 error.add_note("generation stays paused; the next update that succeeds resumes it")
         except Exception as failed:
             error.add_note(f"generation stays paused, if it was: {type(failed).__name__}: {failed}")
+
+
+def _check_health(url: str) -> None:
+    """Raises StateError: the server's engine is dead, or the server takes no calls any more."""
+    whose = f"the vLLM server {url}"
+    try:
+        answer = call(whose, f"{url}/health", None, {}, HEALTH_S)
+    except StateError as error:
+        if isinstance(error.__cause__, ConnectionRefusedError):
+            raise
+        return
+    if answer.status == 503:
+        raise StateError(
+            f"{whose} says that its engine is dead: start the server again", retryable=True
+        )
 
 
 def _nothing(*_: object) -> None:
