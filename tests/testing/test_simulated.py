@@ -110,6 +110,7 @@ def test_workers_seed_and_sites_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> 
         (simulated, "CLOCKS_DRAWN"),
         (simulated, "DIGESTS_OFF"),
         (simulated, "MODELS_DRAWN"),
+        (simulated, "WORKERS_CLOCKS_DRAWN"),
         (simulated, "ON_DISK"),
         (data_network, "NICS_DRAWN"),
     ],
@@ -120,6 +121,24 @@ def test_guarantees_hold_in_each_variation(
     monkeypatch.setattr(module, share, 1.0)
     for seed in range(SEEDS_VARIED):
         run_seed(seed)
+
+
+@pytest.mark.heavy
+def test_a_clock_beyond_the_margin_breaks_retention_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker whose clock is eight times as fast gives up what the coordinator counts on."""
+    monkeypatch.setattr(simulated, "WORKERS_CLOCKS_DRAWN", 1.0)
+    monkeypatch.setattr(simulated, "WORKERS_CLOCK_RATES", (8.0, 8.0))
+    faults, broken = [Fault.PARTITION, Fault.DROP, Fault.ONE_WAY, Fault.BEHIND], set[str]()
+    for seed in range(60):
+        try:
+            run_seed(seed, faults=faults)
+        except GuaranteeBroken as error:
+            broken.add(str(error).splitlines()[-2].partition(":")[0])
+        if broken:
+            break
+    assert broken == {"leaving"}
 
 
 def test_without_faults_everything_ends_well() -> None:

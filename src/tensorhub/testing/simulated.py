@@ -44,7 +44,11 @@ GIVEN_UP = 100  # times as many events as were asked for: nothing more comes of 
 ON_DISK = 0.15  # of all seeds have the product's store, too
 DIGESTS_OFF = 0.2  # of all seeds with one layout and no archive
 CLOCKS_DRAWN = 0.2  # of all seeds: the coordinator's clock drifts
-CLOCK_RATES = (0.8, 1.4)  # within the margin of a lease
+# Within the margin of a lease: 1.6 leases of a worker, less a jump of 0.2, are longer than one of a
+# coordinator.
+CLOCK_RATES = (0.8, 1.4)
+WORKERS_CLOCKS_DRAWN = 0.2  # of all seeds without an archive: each worker's clock drifts
+WORKERS_CLOCK_RATES = (0.75, 1.05)
 ASKED_BEFORE_S = 3.0  # things still go wrong, while fills run that have to end well
 
 
@@ -106,6 +110,10 @@ class SimulatedCluster(TimedCluster):
         clock = Random(f"drift of {seed}")
         if clock.random() < CLOCKS_DRAWN:
             self.clock_rate = clock.uniform(*CLOCK_RATES)
+        if archive is None and Random(f"drift of workers {seed}").random() < WORKERS_CLOCKS_DRAWN:
+            self.users.clock_rate = lambda name: Random(f"clock of {name}, {seed}").uniform(
+                *WORKERS_CLOCK_RATES
+            )
         self.users.differed = lambda: self.injector.happens(Fault.DIFFER)
         self.users.lacks_versions = self._lacks_versions
         self.populate(self.users)

@@ -312,4 +312,5 @@ class ControlNetwork:
             worker.disconnect()
             return
         worker.beat()
-        self._timeline.after(worker.beats.every_s, worker, self._beat, worker, link)
+        due = worker.when(worker.now + worker.beats.every_s)
+        self._timeline.at(due, worker, self._beat, worker, link)

@@ -201,7 +201,7 @@ class HandleFacade(CallersHandle):
         handle, self._hook = self.simulated, hook
         record = handle.call(call, timeout_s)
         await self._waiting.end_of(
-            record, lambda: self._apply(self.interpreter.cancelled(self._cluster.world.now))
+            record, lambda: self._apply(self.interpreter.cancelled(handle.worker.now))
         )
         return Finish(record.version, record.changed, record.error), lambda: handle.report_of(
             record
@@ -212,7 +212,7 @@ class HandleFacade(CallersHandle):
         last = self.simulated.last_call
         if last is not None:
             await self._waiting.end(
-                last, lambda: self._apply(self.member.cancel(error, self._cluster.world.now))
+                last, lambda: self._apply(self.member.cancel(error, self.simulated.worker.now))
             )
 
     def _apply(self, actions: list[Action]) -> None:

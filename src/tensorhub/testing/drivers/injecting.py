@@ -29,6 +29,9 @@ SHORT_S = (0.05, 0.5, 2.0)
 LONG_S = (0.5, 3.0, 8.0, 15.0)
 BEHIND_LEASES = (1.1, 4.0)  # within 2.6 an owner that is cut off may have given up what it held
 CUT_OFF_LEASES = (1.3, 2.0)  # a holder that asks to leave
+# At most so far a clock jumps, and once in so many leases: with the clocks that drift less than the
+# margin of a lease.
+JUMP_LEASES, JUMP_EVERY_LEASES = 0.2, 4.0
 AMBUSHES = 0.4  # of all partitions, drops and crashes of the coordinator
 ABSENT_S = 3.0  # at least: time for others to go on
 CALMER = 2  # times half as many faults, for as many more events as a seed has at least
@@ -118,6 +121,7 @@ class Injector:
         self._cuts_short = False
         self._stalled: dict[str, float] = {}  # sources that send nothing, and until when
         self._for_lanes: list[Fault] = []  # STALL and SLOW that strike the next reads
+        self._jumps_again_at: dict[SimWorker, float] = {}
 
     def __repr__(self) -> str:
         return f"<Injector {dict(self.happened)}>"
@@ -256,7 +260,8 @@ class Injector:
             kind = self._ambushes.pop()
             running = [handle.member.running for handle in voters]
             ends = [call.next_deadline() for call in running if call is not None]
-            least = max(ends) + SHORT_S[0] if ends and self._random.random() < 0.5 else 0.0
+            waits = bool(ends) and self._random.random() < 0.5
+            least = worker.when(max(ends)) + SHORT_S[0] if waits else 0.0
             if self._strike_worker(kind, worker, self._leader, least):
                 self.happens(kind)
 
@@ -628,8 +633,30 @@ class Injector:
                 party.stopped_until = until
             case Fault.PREEMPT:
                 return self.users.preempt(worker)
+            case Fault.CLOCK:
+                return self._strike_clock(worker)
             case _:
                 return False
+        return True
+
+    def _strike_clock(self, worker: SimWorker) -> bool:
+        """It jumps ahead, or stands still: with the worker, which then sleeps, or alone."""
+        random, now, lease_s = self._random, self._timeline.now, self._world.options.lease_s
+        before = worker.now
+        if random.random() < 0.5:
+            if self._jumps_again_at.get(worker, 0.0) > now:
+                return False
+            self._jumps_again_at[worker] = now + JUMP_EVERY_LEASES * lease_s
+            worker.clock.jump(random.uniform(0.0, JUMP_LEASES * lease_s))
+            seconds = worker.now - before
+            self._world.note(f"the clock of {worker.name} jumps {seconds:.3f} s ahead")
+        else:
+            until = now + random.choice(LONG_S)
+            if random.random() < 0.5:
+                worker.stopped_until = max(worker.stopped_until, until)
+            worker.clock.stand_still(now, until)
+            self._world.note(f"the clock of {worker.name} stands still until {until:.3f}")
+        self._world.clock_changed(worker)
         return True
 
 

@@ -85,6 +85,9 @@ class StepwiseCluster(World):
     def handle_moved(self, handle: HandlePort) -> None:
         """It goes on when its turn comes."""
 
+    def clock_changed(self, worker: SimWorkerPort) -> None:
+        """It is looked at each time when time passes."""
+
     def wake_at(
         self, due: float | None, machine: object, worker: SimWorkerPort, tick: Callable[[], None]
     ) -> None:

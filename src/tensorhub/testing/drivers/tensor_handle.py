@@ -116,7 +116,7 @@ class TensorHandle(SimHandle):
         try:
             self._lay_out(manifest)
         except TensorHubError as error:
-            self.apply(self.member.pull_failed(error, self.cluster.now))
+            self.apply(self.member.pull_failed(error, self.worker.now))
             return False
         return True
 

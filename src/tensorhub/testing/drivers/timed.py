@@ -197,14 +197,15 @@ class TimedCluster(World):
 
     def _tick(self, handle: HandlePort) -> None:
         self._touched[handle] = None
-        handle.apply(handle.member.tick(self.timeline.now))
+        handle.apply(handle.member.tick(handle.worker.now))
 
     def wake_at(
         self, due: float | None, machine: object, worker: SimWorkerPort, tick: Callable[[], None]
     ) -> None:
         if due is not None and self._wakes.get(machine) != due:
             self._wakes[machine] = due
-            self.timeline.at(max(due, self.timeline.now), worker, self._wake, machine, due, tick)
+            when = max(worker.when(due), self.timeline.now)
+            self.timeline.at(when, worker, self._wake, machine, due, tick)
 
     def _wake(self, machine: object, due: float, tick: Callable[[], None]) -> None:
         if self._wakes.get(machine) == due:
@@ -232,11 +233,24 @@ class TimedCluster(World):
                 return
 
     def fence_begun(self, handle: HandlePort, fence: Fence) -> None:
-        self.timeline.after(self.fence_grace_s, handle.worker, self.access_ended, handle)
-        if fence.until is not None:
-            self.timeline.at(
-                max(fence.until, self.timeline.now), handle.worker, self.access_ended, handle
-            )
+        worker, now = handle.worker, self.timeline.now
+        ends = [worker.now + self.fence_grace_s, *([] if fence.until is None else [fence.until])]
+        for when in map(worker.when, ends):
+            self.timeline.at(max(when, now), worker, self.access_ended, handle)
+
+    def clock_changed(self, worker: SimWorkerPort) -> None:
+        there = next(each for each in self.workers.values() if each is worker)
+        for handle in there.handles:
+            self._wakes.pop(handle, None)
+            self._wake_in_time(handle)
+            call, fence = handle.last_call, handle.todo[0] if handle.todo else None
+            if call is not None and not call.done:
+                call.until = max(call.began, worker.when(call.deadline))
+            if handle.fencing_since is not None and isinstance(fence, Fence):
+                self.fence_begun(handle, fence)
+        copies = there.copies
+        self._wakes.pop(copies, None)
+        self.wake_at(copies.machine.next_deadline(), copies, worker, copies.tick)
 
     def access_ended(self, handle: HandlePort) -> None:
         if handle.fencing_since is not None:

@@ -104,6 +104,8 @@ class Users(StruckUsers):
         self.differed: Callable[[], None] = lambda: None
         # whether versions are all that the seed still has to have: then groups only publish
         self.lacks_versions: Callable[[], bool] = lambda: False
+        # of the clock of the worker with that name
+        self.clock_rate: Callable[[str], float] = lambda name: 1.0
         self.groups: list[UserGroup] = []
         self.published: set[str] = set()  # content ids of versions whose publish has returned
         self.next_version = 1
@@ -206,6 +208,7 @@ class Users(StruckUsers):
             shards or random.choice((0, 1, 2, 3))
         ) * self._world.manifest.nbytes
         worker = self._world.worker(name, location)
+        worker.clock.rate = self.clock_rate(name)
         worker.newest = dict.fromkeys(MODELS if self._models is not None else (MODEL,))
         self._timeline.after(SAID_AGAIN_S, worker, self._end_pins, worker)
         worker.copies_refused = random.choice((0, 0, 0, 1, 3))

@@ -65,6 +65,5 @@ class SimDigests:
                         content.version.content_id if handle.member.state in HOLDING else ""
                     )
                     self._world.guarantees.retained.lost(handle)  # and the coordinator will hear so
-        handle.apply(
-            handle.interpreter.digested_again(question, changed, digest, owner, self._world.now)[0]
-        )
+        told = question, changed, digest, owner, handle.worker.now
+        handle.apply(handle.interpreter.digested_again(*told)[0])

@@ -49,6 +49,7 @@ class Fault(StrEnum):
     ONE_WAY = "one-way"
     ALLOCATE = "allocate"  # host memory of a copy cannot be allocated
     STORE_UNSURE = "store-unsure"  # a write is durable, and its writer hears so late, or never
+    CLOCK = "clock"  # a worker's clock jumps ahead, or stands still
 
 
 FORGETTING = frozenset(
@@ -63,6 +64,7 @@ FORGETTING = frozenset(
             Fault.ONE_WAY,
         ),
         *(Fault.DROP, Fault.PAUSE, Fault.BEHIND, Fault.FAILOVER, Fault.SPLIT, Fault.STORE_AWAY),
+        Fault.CLOCK,
     }
 )
 """Those with which a coordinator may forget what it knows of what others hold still: it dies, or
@@ -72,7 +74,7 @@ takes them for lost.
 
 CHANGES = frozenset({Fault.CORRUPT, Fault.OVERWRITE, Fault.LIE})
 """Those that change bytes: without digests no reader can notice."""
-LATER = frozenset({Fault.ALLOCATE, Fault.ONE_WAY})
+LATER = frozenset({Fault.ALLOCATE, Fault.ONE_WAY, Fault.CLOCK})
 """Those that each are drawn by themselves: seeds without them are what they were before."""
 
 

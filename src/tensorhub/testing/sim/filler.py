@@ -180,7 +180,7 @@ class SimFiller:
         self._world.verified.revoked(target, chunks)
         if wrong:
             self._world.took("not as published")
-        handle.apply(handle.member.compared(generation, following, wrong, self._world.now))
+        handle.apply(handle.member.compared(generation, following, wrong, handle.worker.now))
 
     # -- as lanes see it
 

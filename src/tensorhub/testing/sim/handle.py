@@ -50,6 +50,7 @@ class CallRecord(JudgedCall):
     """One call of a handle, and how it ended."""
 
     handle: HandleShell = field(kw_only=True)
+    deadline: float = field(kw_only=True)  # by its worker's clock
     # called when it has ended, or never will
     on_end: list[Callable[[], None]] = field(default_factory=list)
 
@@ -189,26 +190,26 @@ class HandleShell:
         """It has this archived content from the beginning, once that is loaded."""
         self.digests_known, self.loader = digests, loader
         self.unwanted = frozenset(range(len(digests)))
-        self.apply(self.member.adopt(content, self.cluster.now))
+        self.apply(self.member.adopt(content, self.worker.now))
 
     # -- what a user does
 
     def call(self, call: calls.Call, timeout_s: float = 60.0) -> CallRecord:
         """Begin a call; raises StateError where the handle's state forbids it."""
         cluster = self.cluster
-        actions = self.interpreter.begin(call, timeout_s, cluster.now)
+        actions = self.interpreter.begin(call, timeout_s, self.worker.now)
         cluster.note(f"{self.name} calls {show(call)}")
         judged, online = cluster.guarantees.history.begins(self, call), self.worker.link is not None
-        self.last_call = CallRecord(
-            call, judged, cluster.now, cluster.now + timeout_s, online, handle=self
-        )
+        deadline = self.worker.now + timeout_s
+        times = cluster.now, self.worker.when(deadline), timeout_s
+        self.last_call = CallRecord(call, judged, *times, online, handle=self, deadline=deadline)
         self.apply(actions)
         return self.last_call
 
     def cancel(self, why: str = "cancelled") -> None:
         """The caller does not want its running call any more."""
         self.cluster.note(f"{self.name} cancels")
-        self.apply(self.member.cancel(StateError(why), self.cluster.now))
+        self.apply(self.member.cancel(StateError(why), self.worker.now))
 
     # -- accesses of its own
 
@@ -262,7 +263,7 @@ class HandleShell:
         if self.todo and isinstance(self.todo[0], calls.CompareDigests) and self.access is not None:
             return False  # what is wrong may be what is accessed
         until = self.fence_waits_until()
-        return self.interpreter.has_more and (until is None or until <= self.cluster.now)
+        return self.interpreter.has_more and (until is None or until <= self.worker.now)
 
     # -- what its shell does
 
@@ -286,7 +287,7 @@ class HandleShell:
 
     def do_next(self) -> None:
         """Carry out the next action, or a part of it."""
-        action = self.interpreter.next(self.cluster.now)
+        action = self.interpreter.next(self.worker.now)
         if isinstance(action, calls.Fence):
             self._fence(action)
         elif isinstance(action, calls.StopPull):
@@ -302,7 +303,7 @@ class HandleShell:
         if self.pull is not None and not self.pull.ended:
             self.todo.appendleft(action)  # its lanes' ends are waited for
         else:
-            self.apply(self.member.pull_stopped(self.cluster.now))
+            self.apply(self.member.pull_stopped(self.worker.now))
 
     def _make_room(self, nbytes: int) -> None:
         self.room = room = self.worker.copies.make_room(self.staging_id, Purpose.USE, nbytes)
@@ -310,7 +311,7 @@ class HandleShell:
         def ended() -> None:
             if room.done and not self.interpreter.is_given_up:
                 assert room.error is None or isinstance(room.error, TensorHubError)
-                self.apply(self.member.room_ended(room.error, self.cluster.now))
+                self.apply(self.member.room_ended(room.error, self.worker.now))
 
         room.on_end.append(ended)
         ended()
@@ -322,7 +323,7 @@ class HandleShell:
         self.worker.router.leave(self.shard)
         self.hooks.clear()
         self.fencing_since = None
-        for said in self.interpreter.give_up(self.cluster.now):
+        for said in self.interpreter.give_up(self.worker.now):
             self.worker.say(said.message)
         self.cluster.handle_moved(self)
 
@@ -382,10 +383,10 @@ class HandleShell:
                 self.hooks.append(action)
                 self.cluster.users.hook_called(self)
             case calls.PlanReading():
-                self.apply(self.member.planned(action.number, plan(action), self.cluster.now))
+                self.apply(self.member.planned(action.number, plan(action), self.worker.now))
             case calls.CheckRanks():
                 found = check(action, lambda shares: [b"equal"] * len(shares))
-                self.apply(self.member.ranks_checked(action.number, found, self.cluster.now))
+                self.apply(self.member.ranks_checked(action.number, found, self.worker.now))
             case calls.StartPull():
                 self.pull = Reading(self, self.filler.begin_pull(action))
                 if self.pull.over:
@@ -394,7 +395,7 @@ class HandleShell:
                 self.filler.compare(action)
             case calls.CopyLocally():
                 copied = self.filler.copy(action)
-                self.apply(self.member.copied(copied, self.cluster.now))
+                self.apply(self.member.copied(copied, self.worker.now))
             case calls.AddPullSource():
                 if self.pull is not None:
                     self.pull.add(action.grant)
@@ -402,7 +403,7 @@ class HandleShell:
                 if self.pull is not None and not self.pull.ended:
                     self.pull.drop(action.lease)
                     self.apply(
-                        self.member.source_failed(action.lease, "dropped", "", self.cluster.now)
+                        self.member.source_failed(action.lease, "dropped", "", self.worker.now)
                     )
             case calls.RegistrationConfirmed():
                 self.registered = True
@@ -445,7 +446,7 @@ class HandleShell:
         before_vote, self.before_vote = self.before_vote, None
         if before_vote is not None:
             before_vote(self)
-        self.apply(self.member.pull_done(self.cluster.now, *self.filler.roots(start)))
+        self.apply(self.member.pull_done(self.worker.now, *self.filler.roots(start)))
 
     def lay_out(self, manifest: Manifest) -> None:
         """From now on its cells are that manifest's chunks: none of what it has is one of those of
@@ -512,7 +513,7 @@ class HandleShell:
         """Let no reader in; shut out readers that do not leave by themselves; then say that the
         fence stands, or cannot.
         """
-        now, owner = self.cluster.now, self.worker.owner
+        now, owner = self.worker.now, self.worker.owner
         owner.close(self.id)
         if self.fencing_since is None:
             content = self.member.content
@@ -556,7 +557,7 @@ class HandleShell:
         """Its before_write is over."""
         self.hooks.popleft()
         self.hook_calls += 1
-        self.apply(self.member.hook_returned(self.hook_error, self.cluster.now))
+        self.apply(self.member.hook_returned(self.hook_error, self.worker.now))
 
     def source_ended(self, lease: str, reason: str) -> None:
         """Have a source of the running fill fail."""

@@ -114,12 +114,12 @@ class SimHostCopies:
     def want(self, steps: Steps[Any], handle: HandlePort | None = None) -> CopyRequest:
         wanted = CopyRequest(next(self._cluster.numbers), handle)
         self.wanted[wanted.request] = wanted
-        self._apply(self.machine.begin(steps, self._cluster.now, wanted.request))
+        self._apply(self.machine.begin(steps, self.worker.now, wanted.request))
         return wanted
 
     def cancel(self, wanted: CopyRequest) -> None:
         """The caller has given the request up."""
-        self._apply(self.machine.cancel(wanted.request, self._cluster.now))
+        self._apply(self.machine.cancel(wanted.request, self.worker.now))
 
     # -- what is heard of
 
@@ -127,7 +127,7 @@ class SimHostCopies:
         """It is no more, and nor is its memory."""
         for ident in (handle.id, handle.staging_id):
             self.free(ident)
-        self._apply(self.machine.ended(handle.shard.registration, self._cluster.now))
+        self._apply(self.machine.ended(handle.shard.registration, self.worker.now))
 
     def call_ended(self, handle: HandlePort, record: JudgedCall) -> None:
         number = self._calls.pop(record, None)
@@ -149,11 +149,11 @@ class SimHostCopies:
         """A fill that has taken no memory leaves its room."""
         if not self.memory.get(ident):
             self._rooms.given_back(ident)
-        self._apply(self.machine.call_ended(number, self._cluster.now, result=report, error=error))
+        self._apply(self.machine.call_ended(number, self.worker.now, result=report, error=error))
 
     def end_prefetch(self, handle: HandlePort, *, frees: bool) -> None:
         self._apply(
-            self.machine.end_prefetch(handle.shard.registration, self._cluster.now, frees=frees)
+            self.machine.end_prefetch(handle.shard.registration, self.worker.now, frees=frees)
         )
 
     def take(self, ident: str, nbytes: int, purpose: Purpose | None = None) -> None:
@@ -174,20 +174,20 @@ class SimHostCopies:
         """Memory is given back."""
         self.memory.pop(ident, None)
         self._rooms.given_back(ident)
-        self._apply(self.machine.freed(ident, self._cluster.now))
+        self._apply(self.machine.freed(ident, self.worker.now))
 
     def unloaded(self, ident: str) -> None:
         """What was loaded of an archived version was given back."""
         self.memory.pop(ident, None)
         self._rooms.given_back(ident)
-        self._apply(self.machine.unloaded(ident, self._cluster.now))
+        self._apply(self.machine.unloaded(ident, self.worker.now))
 
     def ordered(self, order: MakeCopy) -> None:
         self._rooms.ordered(order.copy)
-        self._apply(self.machine.ordered(order, self._cluster.now))
+        self._apply(self.machine.ordered(order, self.worker.now))
 
     def dropped(self, order: DropCopy) -> None:
-        self._apply(self.machine.dropped(order, self._cluster.now))
+        self._apply(self.machine.dropped(order, self.worker.now))
 
     def heard(self, message: Answer) -> None:
         """An answer of the coordinator, perhaps to a question of these copies."""
@@ -197,7 +197,7 @@ class SimHostCopies:
         if question is not None:
             self._apply(
                 self.machine.call_ended(
-                    question.number, self._cluster.now, result=encoded, error=error
+                    question.number, self.worker.now, result=encoded, error=error
                 )
             )
 
@@ -211,8 +211,8 @@ class SimHostCopies:
     def tick(self) -> None:
         """Time has passed."""
         due = self.machine.next_deadline()
-        if due is not None and due <= self._cluster.now:
-            self._apply(self.machine.tick(self._cluster.now))
+        if due is not None and due <= self.worker.now:
+            self._apply(self.machine.tick(self.worker.now))
 
     # -- what is to be done
 
@@ -231,7 +231,7 @@ class SimHostCopies:
             self._cluster.wake_at(self.machine.next_deadline(), self, self.worker, self.tick)
 
     def _do(self, action: CopyAction) -> None:
-        worker, now = self.worker, self._cluster.now
+        worker, now = self.worker, self.worker.now
         match action:
             case Say():
                 if isinstance(action.message, CopyRefused):

@@ -108,6 +108,9 @@ class Driver(Protocol):
     def access_ended(self, handle: HandlePort) -> None:
         """A fence may stand now."""
 
+    def clock_changed(self, worker: SimWorkerPort) -> None:
+        """Its clock has jumped, or stands still: what waits for it waits anew."""
+
     def wake_at(
         self, due: float | None, machine: object, worker: SimWorkerPort, tick: Callable[[], None]
     ) -> None:

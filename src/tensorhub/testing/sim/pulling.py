@@ -447,7 +447,9 @@ class Reading:
             return
         if failure and not lane.is_cut and not self.over:
             reader.apply(
-                reader.member.source_failed(lane.grant.lease, failure, "", cluster.now, chunk=chunk)
+                reader.member.source_failed(
+                    lane.grant.lease, failure, "", reader.worker.now, chunk=chunk
+                )
             )
         if self.books.done and not self.over:
             self._end()

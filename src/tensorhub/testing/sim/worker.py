@@ -18,6 +18,7 @@ from tensorhub.layouts.pieces import Declaration
 from tensorhub.layouts.reading import Selection
 from tensorhub.model.manifest import Manifest
 from tensorhub.runtime.worker.coordinator_client import Answer
+from tensorhub.testing.sim.clocks import Clock
 from tensorhub.testing.sim.handle import Callers, CallRecord, HandleShell, HandleWorld
 from tensorhub.testing.sim.host_copies import CopyRequest, SimHostCopies
 from tensorhub.testing.sim.layouts import Layout, described
@@ -210,6 +211,7 @@ class SimWorker:
         self.incarnation = f"{name}.{life}"
         self.alive = True
         self.stopped_until = 0.0  # its threads do not run before
+        self.clock = Clock()
         self.owner = Owner()
         self.manifests: dict[str, Manifest] = {}
         self.handles: list[SimHandle] = []
@@ -219,7 +221,7 @@ class SimWorker:
         self.beats = Heartbeats(cluster.options.lease_s)
         self.known_since = 0.0  # when a coordinator that did not know it has welcomed it
         self.unsure_at = 0.0  # when the coordinator could last not count on it
-        # when it has last lost a connection over which it was heard
+        # when it has last lost a connection over which it was heard, by its own clock
         self.cut_off_at = float("-inf")
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
@@ -297,7 +299,7 @@ class SimWorker:
         self.cluster.by_registration[handle.shard.registration] = handle
         begin(handle)
         if self.link is not None and self.link.welcomed:
-            handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
+            handle.apply(handle.member.connected(self.now, self.cluster.options.lease_s))
 
     def drop(self, handle: HandlePort) -> None:
         """Forget a handle that is no more."""
@@ -310,6 +312,17 @@ class SimWorker:
     def registered(self, registration: str) -> SimHandle | None:
         """What it has under that id."""
         return self.router.handles.get(registration)
+
+    # -- its clock
+
+    @property
+    def now(self) -> float:
+        """The time by its own clock."""
+        return self.clock.at(self.cluster.now)
+
+    def when(self, due: float) -> float:
+        """When its clock shows that."""
+        return self.clock.when(due)
 
     # -- its connection
 
@@ -340,14 +353,14 @@ class SimWorker:
         self.link = None
         self.unsure_at = self.cluster.now
         if link.welcomed:
-            self.cut_off_at = self.cluster.now
+            self.cut_off_at = self.now
         self.cluster.guarantees.history.cut_off(self)
         self.cluster.control.link_lost(self, link)
         for handle in self.handles:
             if handle.last_call is not None and not handle.last_call.done:
                 handle.last_call.online = False
         for handle in list(self.router.handles.values()):
-            handle.apply(handle.member.disconnected(self.cluster.now))
+            handle.apply(handle.member.disconnected(self.now))
         self.cluster.control.connect_again(self)
         self.cluster.users.disconnected(self)
 
@@ -481,13 +494,13 @@ class SimWorker:
             guarantees.resolved(handle, message)
         if isinstance(message, messages.Revoked) and handle.lied == message.content_id:
             guarantees.retained.lost(handle)  # the coordinator has found out
-        handle.apply(handle.member.receive(message, self.cluster.now))
+        handle.apply(handle.member.receive(message, self.now))
 
     def _welcomed(self, message: messages.Welcome) -> None:
         if self.link is None:
             return
         is_new, self.link.welcomed = not self.link.welcomed, True
-        self.unsure_at = now = self.cluster.now
+        self.unsure_at, now = self.cluster.now, self.now
         for step in self.router.welcomed(message):
             match step:
                 case LoseState():

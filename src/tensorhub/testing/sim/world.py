@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import count
-from math import inf, nextafter
 from typing import Any, Protocol, assert_never
 
 from tensorhub.coordinator import (
@@ -47,6 +46,7 @@ from tensorhub.messages import (
 )
 from tensorhub.model.manifest import Manifest
 from tensorhub.testing.sim.assertion import demand
+from tensorhub.testing.sim.clocks import Clock
 from tensorhub.testing.sim.handle import BrokenHook, CallRecord, HandleShell
 from tensorhub.testing.sim.judges.explained import Explained
 from tensorhub.testing.sim.judges.guarantees import Guarantees
@@ -107,7 +107,7 @@ class World(Driver):
         self.chunks = chunks
         self.manifest = manifest
         self.now = 0.0
-        self.clock_rate = 1.0
+        self.coordinators_clock = Clock()
         self.numbers: Iterator[int] = count(1)
         self.registrations: Iterator[int] = count()
         self.ids = count(1)
@@ -169,16 +169,22 @@ class World(Driver):
         return term is not self.term and term.is_clock_wrong
 
     @property
+    def clock_rate(self) -> float:
+        """Of coordinators' clocks."""
+        return self.coordinators_clock.rate
+
+    @clock_rate.setter
+    def clock_rate(self, rate: float) -> None:
+        self.coordinators_clock.rate = rate
+
+    @property
     def clock(self) -> float:
         """The time by a coordinator's clock."""
-        return self.now * self.clock_rate
+        return self.coordinators_clock.at(self.now)
 
     def when(self, due: float) -> float:
         """When a coordinator's clock shows that."""
-        found = due / self.clock_rate
-        while found * self.clock_rate < due:
-            found = nextafter(found, inf)
-        return found
+        return self.coordinators_clock.when(due)
 
     # -- making things
 

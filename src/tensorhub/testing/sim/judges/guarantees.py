@@ -253,9 +253,9 @@ class Guarantees:
         ]
         mates = [call for call in calls if call is not None and call.key == record.key]
         several = any(len(mate.damaged) >= EXONERATED_MAX for mate in mates)
-        rate = max(1.0, self._world.clock_rate)  # the coordinator's clock may be the faster one
-        late = any(
-            mate.began + (mate.until - mate.began) / rate <= self._world.now for mate in mates
+        now, rate = self._world.now, self._world.clock_rate
+        late = any(  # by its own clock, or by the coordinator's
+            min(mate.until, mate.began + mate.timeout_s / rate) <= now for mate in mates
         )
         demand(
             several or late or self.contents.has_outsiders or handle.lied != "",
@@ -511,7 +511,7 @@ class Guarantees:
         )
         if asks_nobody and content.retained and not self._keeps(handle, content, call):
             free_at = handle.worker.cut_off_at + CUT_OFF_LEASES * self._world.options.lease_s
-            ok = self._world.now >= free_at - 1e-6
+            ok = handle.worker.now >= free_at - 1e-6
             demand(
                 ok,
                 "leaving: {}, which has to keep {}, is cut off, and leaves before {:.3f}",
@@ -655,6 +655,7 @@ class Guarantees:
         if handle.access is not None and handle.fencing_since is not None:
             return
         late_s = self._world.now - max(record.until, worker.stopped_until, handle.freed_at)
+        late_s *= worker.clock.rate
         running = handle.member.running
         demand(
             late_s <= LATE_S_MAX,

@@ -11,6 +11,7 @@ from typing import Protocol
 from tensorhub.coordinator import Coordinator, Entry
 from tensorhub.model.accesses import Access
 from tensorhub.model.manifest import Manifest
+from tensorhub.testing.sim.clocks import Clock
 from tensorhub.testing.sim.judges import reference_model
 from tensorhub.testing.sim.memory import Cells
 from tensorhub.types import Location, OpKey, Options, RegistrationId, VersionInfo
@@ -28,6 +29,7 @@ class JudgedCall:
     judged: reference_model.Call  # the same, as the reference model knows it
     began: float = 0.0
     until: float = inf  # its deadline
+    timeout_s: float = inf
     online: bool = True  # its worker has been connected all the time
     granted: bool = False  # the coordinator has let go what was held
     granted_at: float = 0.0  # when it has let it go, where it was asked to
@@ -58,7 +60,17 @@ class JudgedWorker(Protocol):
     owner: Owner
     known_since: float  # when a coordinator that did not know it has welcomed it
     unsure_at: float  # when the coordinator could last not count on it
-    cut_off_at: float  # when it has last lost a connection over which it was heard
+    # when it has last lost a connection over which it was heard, by its own clock
+    cut_off_at: float
+
+    clock: Clock
+
+    @property
+    def now(self) -> float:
+        """The time by its own clock."""
+
+    def when(self, due: float) -> float:
+        """When its clock shows that."""
 
     @property
     def is_online(self) -> bool:

@@ -462,14 +462,14 @@ class RetentionJudge:
         cluster = core.cluster
         if worker.is_online or cluster.members[handle.id].worker.incarnation != worker.incarnation:
             return
-        free_at = worker.cut_off_at + CUT_OFF_LEASES * self._world.options.lease_s
+        free_at = worker.when(worker.cut_off_at + CUT_OFF_LEASES * self._world.options.lease_s)
         counted = holding.version.retained and core._retentions.is_reliable(holding)
         demand(
             # `cluster.now`: when it could last grant a leave, by its clock
             cluster.now / self._world.clock_rate < free_at or not counted,
             "leaving: {} is counted on, was cut off at {:.3f}, may have gone since {:.3f}",
             handle,
-            worker.cut_off_at,
+            worker.when(worker.cut_off_at),
             free_at,
         )
 
