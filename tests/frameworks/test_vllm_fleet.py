@@ -60,6 +60,7 @@ def test_an_engine_that_starts_late_takes_the_newest_version(
         assert announced(hub, "actor", SERVERS) == ["http://10.0.0.2:8000"]
         late.collective_rpc("tensorhub_check")
         late.collective_rpc("tensorhub_leave")
+        assert announced(hub, "actor", SERVERS) == []
 
 
 def test_trls_trainer_feeds_two_servers_and_goes_on_with_one(

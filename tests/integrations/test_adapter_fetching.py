@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import pytest
 import torch
 
-from tensorhub import sync
+from tensorhub import source, sync
 from tensorhub.errors import InvalidValue, ManifestMismatch, StateError, VersionUnavailable
 from tensorhub.integrations.adapters import CONFIG, fetch_adapter
 
@@ -50,3 +51,21 @@ def test_what_is_no_adapter_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> N
             for wrong in ("1", 1.5, None, [1]):
                 with pytest.raises(StateError, match="is not a version selector"):
                     fetch_adapter(engine, "base", cast("int", wrong), WAIT_S)
+
+
+def test_an_adapter_of_several_ranks_is_fetched_whole() -> None:
+    config = torch.frombuffer(bytearray(b"{}"), dtype=torch.uint8)
+    with sync.serve(token="") as coordinator, sync.connect(coordinator.address) as hub:
+
+        def publish(rank: int) -> None:
+            half = slice(2 * rank, 2 * rank + 2)
+            sources = {"a": source("a", shape=(4, 4))[half], CONFIG: source(CONFIG, shape=(2,))[:]}
+            tensors = {"a": torch.full((2, 4), float(rank)), CONFIG: config.clone()}
+            weights = hub.register(
+                "adapter", tensors, group="trainer", rank=rank, world_size=2, sources=sources
+            )
+            weights.publish(1)
+
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(publish, (0, 1)))
+        assert fetch_adapter(hub, "adapter", 1, WAIT_S)["a"][:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]

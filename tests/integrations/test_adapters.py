@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from tensorhub.integrations.adapters import (
     config_of,
     differences,
     named,
+    outputs_of,
     unwrapped,
 )
 
@@ -52,7 +55,14 @@ def test_the_configuration_is_one_more_tensor() -> None:
 
 def test_names() -> None:
     assert named("tensorhub:team/poet@3") == ("team/poet", 3)
-    for wrong in ("tensorhub:poet", "tensorhub:@3", "tensorhub:poet@x", "tensorhub:poet@-1"):
+    assert named("tensorhub:me@team/poet@3") == ("me@team/poet", 3)
+    for wrong in (
+        "tensorhub:poet",
+        "tensorhub:@3",
+        "tensorhub:poet@x",
+        "tensorhub:poet@-1",
+        "tensorhub:@",
+    ):
         with pytest.raises(InvalidValue, match="give tensorhub:MODEL@VERSION"):
             named(wrong)
 
@@ -86,6 +96,45 @@ def test_what_does_not_fit_is_all_listed() -> None:
         check_fits("poet", found)
     assert error.value.differences == tuple(found)
     check_fits("poet", [])
+
+
+def test_dtypes_and_dimensions_that_no_adapter_has() -> None:
+    wrong = {"q.A": torch.zeros(2, 8).to(torch.float8_e4m3fn), "q.B": torch.zeros(16)}
+    assert list(differences(halves(**wrong), SIZES, lambda half: 2, {})) == [
+        "'q.A': float8_e4m3fn is no dtype of an adapter",
+        "'q.B': it has 1 dimensions, and has to have 2",
+    ]
+
+
+def test_modules_that_need_no_weights() -> None:
+    """Names that end alike, and what a configuration leaves out, are no lack."""
+    sizes = {**SIZES, "task": (8, 8), "layers.1.q": (8, 8)}
+    config = {"target_modules": ["q", "k"], "exclude_modules": ["layers.1.q"]}
+    assert list(differences(halves(), sizes, lambda half: 2, config)) == []
+    del sizes["layers.1.q"], config["exclude_modules"]
+    assert list(differences(halves(), sizes, lambda half: 2, config)) == []
+
+
+def test_a_module_that_is_published_as_a_base_layer() -> None:
+    found = differences(
+        [
+            Half("q.base_layer.A", "q.base_layer", True, torch.zeros(2, 8)),
+            Half("q.base_layer.B", "q.base_layer", False, torch.zeros(16, 2)),
+        ],
+        {"q": (8, 16)},
+        lambda half: 2,
+        {},
+    )
+    assert list(found) == []
+
+
+def test_outputs_of_fused_layers() -> None:
+    heads = {"total_num_heads": 8, "total_num_kv_heads": 2, "head_size": 4}
+    assert outputs_of(SimpleNamespace(**heads), 3) == (32, 8, 8)
+    assert outputs_of(SimpleNamespace(**heads, v_head_size=16), 3) == (32, 8, 32)
+    assert outputs_of(SimpleNamespace(output_sizes=[5, 6]), 2) == [5, 6]
+    assert outputs_of(SimpleNamespace(output_sizes=[5, 6]), 3) == [None] * 3
+    assert outputs_of(SimpleNamespace(), 2) == [None] * 2
 
 
 def test_layers_without_their_wrappers() -> None:

@@ -23,7 +23,7 @@ from tensorhub.errors import (
     StateError,
     VersionConflict,
 )
-from tensorhub.integrations import one_version_engine, trainer_group
+from tensorhub.integrations import one_version_engine, one_version_trainer, trainer_group
 from tensorhub.integrations.announced import SEATS, SERVERS, announce, announced
 from tensorhub.integrations.one_version import ATTEMPTS, Decide, Fence, Seat
 from tensorhub.integrations.one_version_engine import Engine
@@ -176,8 +176,18 @@ def test_a_late_engine_takes_the_newest_version_before_it_serves(rig: Rig) -> No
     assert rig.serve() == [(1, {1.0}), (1, {1.0})]
 
 
-def test_engines_need_not_be_named(rig: Rig) -> None:
-    """One that starts late is found; one that is gone delays the next update by its lease."""
+def test_engines_need_not_be_named(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that starts late is found; one that is gone delays the next update by its lease, and by
+    more, as its clock may be slower.
+    """
+    slept = list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=monotonic)
+    monkeypatch.setattr(one_version_trainer, "time", clock)
     one = rig.engine()
     trainer = rig.trainer(servers=None)
     assert trainer.update(rig.publish(1)).done == (one.url,)
@@ -188,7 +198,9 @@ def test_engines_need_not_be_named(rig: Rig) -> None:
     assert announced(rig.hub, "actor", SEATS) == [one.url]
     assert len(rig.hub.describe("actor").replicas) == 3  # the trainer's, and both slots of `one`
     rig.engines.pop(), rig.policies.pop()
+    slept.clear()
     assert trainer.update(rig.publish(3)).done == (one.url,)
+    assert sum(slept) > LEASE_S
     assert rig.serve() == [(3, {3.0})]
 
 

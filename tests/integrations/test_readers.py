@@ -91,6 +91,15 @@ def test_a_reader_of_an_earlier_trainer_does_not_count(hub: sync.Hub) -> None:
         send(sender, 3)
 
 
+def test_the_trainers_own_ranks_are_no_readers(hub: sync.Hub) -> None:
+    """They wait for each other by an update, which reads nothing."""
+    weights = hub.register("actor", tensors(), group="trainer")
+    weights.publish(1)
+    weights.update(1)
+    with pytest.raises(StateError, match="nothing reads 'actor': version 1"):
+        readers.Readers(hub, "actor", "trainer", are_optional=False).check(1, 0.2)
+
+
 def test_readers_are_optional_where_the_setting_says_so(
     hub: sync.Hub, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -12,7 +14,8 @@ import torch
 
 from tensorhub.errors import ManifestMismatch, StateError
 from tensorhub.integrations.sglang import Session
-from tensorhub.integrations.sglang_session import ASLEEP, PREFIX, Order, Outcome, Report
+from tensorhub.integrations.sglang_server import Server
+from tensorhub.integrations.sglang_session import ASLEEP, LOADER, PREFIX, Order, Outcome, Report
 from tensorhub.types import VersionInfo
 
 INFO = VersionInfo("actor", 3, "content", 10, 1)
@@ -26,6 +29,7 @@ class Engine:
         self.asleep: object = [0.0]
         self.fails: Exception | None = None
         self.calls: list[str] = []
+        self.flushes: list[bool] = []  # of caches of the weights before, in the last call
         self.orders: list[Order] = []
         self.loaded = {"files": "/adapter"}
         self.is_open = False
@@ -39,6 +43,8 @@ class Engine:
         if name == "begin_weight_update" and self.is_open:
             self.is_open = False
             return False, "a session is already open"
+        if "weight_version" in fields:
+            self.flushes.append(fields["flush_cache"])
         for tensor in fields.get("serialized_named_tensors", ()):
             self.orders.append(Order.of([tensor]))
         return True, ""
@@ -86,6 +92,32 @@ def test_an_update(engine: Engine, session: Session) -> None:
     session.update(INFO)
     assert engine.calls[1:4] == ["begin_weight_update target", LOAD, "end_weight_update"]
     assert engine.calls[4:] == [*UPDATE, "continue_generation"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "flushes"),
+    [({}, True), ({"clear_cache": False}, False), ({"pause": "in_place"}, False)],
+)
+def test_a_cache_is_kept_where_requests_go_on_with_it(
+    engine: Engine, settings: dict[str, Any], flushes: bool
+) -> None:
+    Session(engine, "tcp://127.0.0.1:1", **settings).update(INFO)
+    assert engine.flushes == [flushes]
+
+
+def test_a_check_is_of_what_the_engine_took_last(engine: Engine, session: Session) -> None:
+    session.update(INFO)
+    session.check()
+    assert [(each.purpose, each.version) for each in engine.orders] == [("update", 3), ("check", 3)]
+
+
+def test_an_engine_that_cannot_join_is_left_without_an_open_session(
+    engine: Engine, session: Session
+) -> None:
+    engine.fails = StateError("no coordinator")
+    with pytest.raises(StateError, match="no coordinator"):
+        session.get_ready()
+    assert engine.calls[-1] == "end_weight_update"
 
 
 def test_an_engine_that_sleeps_is_not_even_paused(engine: Engine, session: Session) -> None:
@@ -140,6 +172,20 @@ def test_an_adapter_that_the_engine_refuses(engine: Engine, session: Session) ->
         engine.adapters = lambda *_, text=text, **__: (text, {})  # type: ignore[method-assign]
         with pytest.raises(kind, match=r"no( room)?$"):
             session.load_adapter("poet", 1)
+
+
+def test_an_old_version_that_the_engine_does_not_unload(engine: Engine, session: Session) -> None:
+    """It would keep its slot."""
+    for version in (1, 2):
+        session.load_adapter("poet", version)
+    adapters = engine.adapters
+
+    def refuses(name: str, **fields: Any) -> tuple[str, Mapping[str, str]]:
+        return ("busy", {}) if name.startswith("unload") else adapters(name, **fields)
+
+    engine.adapters = refuses  # type: ignore[method-assign]
+    with pytest.raises(StateError, match="has not unloaded poet@1: busy"):
+        session.load_adapter("poet", 3)
 
 
 def test_an_error_that_has_written_nothing_resumes_the_engine(
@@ -202,6 +248,76 @@ def test_servers_that_are_none(status: int, body: bytes, says: str) -> None:
             Session(url, "tcp://127.0.0.1:1", timeout_s=5.0)
         assert caught.value.retryable is False
         server.shutdown()
+
+
+class Sglang(HTTPServer):
+    """A server of two ranks. `answers`: what a path answers instead of 200."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str | None]] = []
+        info = {"tp_size": 2, "version": "0.5.10", "custom_weight_loader": [LOADER]}
+        self.info: dict[str, Any] = info
+        self.answers: dict[str, tuple[int, str]] = {}
+        its = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                path = self.path.strip("/")
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                its.calls.append((path, self.headers["Authorization"]))
+                said = json.dumps(its.info if path == "server_info" else {"message": "done"})
+                status, text = its.answers.get(path, (200, said))
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            do_POST = do_GET  # noqa: N815
+
+            def log_message(self, *given: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+@contextmanager
+def serving() -> Iterator[tuple[Sglang, str]]:
+    with Sglang() as its:
+        thread = threading.Thread(target=its.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield its, f"http://127.0.0.1:{its.server_port}"
+        finally:
+            its.shutdown()
+            thread.join()
+
+
+def test_what_a_server_answers() -> None:
+    with serving() as (its, url):
+        server = Server(url, api_key="a key", timeout_s=20.0)
+        assert (server.ranks, server.has_draft) == (2, False)
+        assert len(server.serialized([])) == 2
+        its.info["speculative_algorithm"] = "EAGLE"
+        server.look()
+        assert server.has_draft
+        assert server.call("pause_generation", mode="abort") == (True, "done")
+        its.answers = {
+            "pause_generation": (400, '{"message": "no"}'),
+            "continue_generation": (400, "not JSON"),
+            "get_weights_by_name": (400, "[1.0]"),
+            "update_weights_from_tensor": (500, "broken"),
+            "load_lora_adapter": (400, '{"error_message": "full", "loaded_adapters": null}'),
+            "unload_lora_adapter": (200, "{}"),
+        }
+        assert server.call("pause_generation", mode="abort") == (False, "no")
+        assert server.call("continue_generation") == (False, "not JSON")
+        assert server.parameter("a") is None
+        assert server.adapters("load_lora_adapter", lora_name="a") == ("full", {})
+        with pytest.raises(StateError, match="has answered to /unload_lora_adapter"):
+            server.adapters("unload_lora_adapter", lora_name="a")
+        with pytest.raises(StateError, match="has answered 500") as caught:
+            server.call("update_weights_from_tensor")
+        assert caught.value.memory == "in_doubt"  # it may have been done
+        assert {key for _, key in its.calls} == {"Bearer a key"}
 
 
 def test_a_check_before_any_update(session: Session) -> None:

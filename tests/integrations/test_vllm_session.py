@@ -122,6 +122,14 @@ def test_an_engine_whose_update_fails(
     assert client.names[-1] == "resume"
 
 
+def test_an_engine_that_is_not_paused_here_is_labelled_all_the_same() -> None:
+    client = Client({"update": StateError("lost")})
+    with pytest.raises(StateError, match="lost"):
+        Session(client, Settings("tcp://a:1", "actor", pause=None)).update(INFO)
+    assert client.names == ["init", "start", "update", "finish", "label"]
+    assert client.calls[-1][1] == {"label": TORN_VERSION}
+
+
 @pytest.mark.parametrize("fault", ["pause", "start"])
 def test_torn_weights_stay_paused_whatever_fails_next(fault: str) -> None:
     client = Client({"update": StateError("lost")})
@@ -181,6 +189,9 @@ def test_what_the_workers_of_an_engine_are_asked() -> None:
     session.update(INFO)
     session.check(VersionInfo("copy", 8, "content-7", 16, 1))
     session.check()
+    kept = ExtensionClient(idle := Engine())
+    kept.pause_generation(mode="abort", clear_cache=False)
+    assert idle.calls == []
     assert [(name, given) for name, given in engine.calls if name != "join"] == [
         ("prepare", {"version": 7}),
         ("reset", {}),

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from tensorhub import sync
 from tensorhub.errors import InvalidValue
 from tensorhub.integrations import vllm_start
+from tensorhub.integrations.announced import SERVERS, announced
+from tests.rig import OPTIONS, library_threads
+
+URL = "http://10.0.0.2:8000"
 
 
 @pytest.mark.parametrize(
@@ -35,3 +44,59 @@ def test_an_engine_without_a_model_is_left_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("TENSORHUB_MODEL", raising=False)
     monkeypatch.setenv("TENSORHUB_ADDRESS", "rubbish")
     vllm_start.watch()
+
+
+class Worker:
+    """One of vLLM's, with the extension."""
+
+    def __init__(self, rank: int) -> None:
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(rank=rank))
+        self.calls: list[tuple[object, ...]] = []
+
+    def tensorhub_start(self, address: str, model: str) -> dict[str, Any]:
+        self.calls.append(("start", address, model))
+        return {"version": None}
+
+    def tensorhub_one_version(self, address: str, model: str, host: str, token: str | None) -> None:
+        self.calls.append(("one version", address, model, host, token))
+
+
+def test_an_engine_is_found_from_its_start_until_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one of its workers, which looks after it."""
+    with sync.serve(token="", options=OPTIONS) as coordinator:
+        monkeypatch.setenv("TENSORHUB_ADDRESS", coordinator.address)
+        monkeypatch.setenv("TENSORHUB_MODEL", "actor")
+        monkeypatch.setenv("TENSORHUB_ENGINE_URL", URL)
+        workers = [Worker(0), Worker(1)]
+        with sync.connect(coordinator.address) as hub:
+            vllm_start.start(workers[1])
+            assert announced(hub, "actor", SERVERS) == []
+            vllm_start.start(workers[0])
+            assert announced(hub, "actor", SERVERS) == [URL]
+            (thread,) = [
+                each for each in threading.enumerate() if each.name == "tensorhub-announced"
+            ]
+            for each in workers:
+                assert each.calls == [("start", coordinator.address, "actor")]
+                vllm_start.withdraw(each)
+                vllm_start.withdraw(each)
+            assert announced(hub, "actor", SERVERS) == []
+    thread.join(20.0)
+    assert not thread.is_alive()
+    assert not library_threads()
+
+
+def test_an_engine_of_a_fleet_is_found_by_its_seat_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(0)
+    for name, value in (
+        ("ADDRESS", "tcp://10.0.0.1:17337"),
+        ("MODEL", "actor"),
+        ("ENGINE_URL", URL),
+        ("FLEET_HOST", "10.0.0.2"),
+        ("FLEET_TOKEN", "secret"),
+    ):
+        monkeypatch.setenv(f"TENSORHUB_{name}", value)
+    vllm_start.start(worker)
+    assert worker.calls == [
+        ("one version", "tcp://10.0.0.1:17337", "actor", "10.0.0.2", "secret"),
+    ]

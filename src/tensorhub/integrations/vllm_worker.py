@@ -171,8 +171,9 @@ class WorkerExtension:
         return _updater(self).state()
 
     def tensorhub_leave(self) -> None:
-        """Leave the cluster. The model stays as it is."""
+        """Leave the cluster; trainers find this engine no more. The model stays as it is."""
         self._check_alone()
+        vllm_start.withdraw(self)
         _updater(self).close()
 
 

@@ -1,0 +1,107 @@
+"""A trainer that is handed one tensor at a time, and engines that generate all the time; the
+frameworks that send so have tests of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tensorhub import sync
+from tensorhub.errors import InvalidValue, RegistrationError, StateError
+from tensorhub.integrations.engine_feed import EngineFeed, send
+from tests.rig import OPTIONS
+
+WAIT_S = 20.0
+
+
+class Engine:
+    """Takes each version; `fault`: what it raises instead."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+        self.fault: Exception | None = None
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> Any:
+        if method != "tensorhub_update":
+            return [None]
+        if self.fault is not None:
+            raise self.fault
+        self.taken.append(kwargs["version"])
+        return [{"version": kwargs["version"]}]
+
+
+@pytest.fixture
+def engines() -> list[Engine]:
+    return [Engine(), Engine()]
+
+
+@pytest.fixture
+def feed(engines: list[Engine]) -> Iterator[EngineFeed]:
+    with sync.serve(token="", options=OPTIONS) as coordinator:
+        made = EngineFeed(
+            engines, address=coordinator.address, timeout_s=WAIT_S, allow_no_readers=True
+        )
+        yield made
+        made.close()
+
+
+def sent(value: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "a", torch.full((4,), value)
+    yield "b", torch.full((4,), value)
+
+
+def test_an_engine_with_old_weights_is_an_error_at_each_update(
+    feed: EngineFeed, engines: list[Engine]
+) -> None:
+    """However often it has failed: the framework generates with it all the same."""
+    first = feed.send(sent())
+    engines[1].fault = StateError("it is gone")
+    for _ in range(4):
+        with pytest.raises(StateError, match="it is gone"):
+            feed.send(sent())
+    engines[1].fault = None
+    assert feed.send(sent()) == first + 5
+    assert engines[0].taken == list(range(first, first + 6))
+    assert engines[1].taken == [first, first + 5]
+
+
+def test_weights_that_cannot_be_sent_take_no_number(feed: EngineFeed) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from sent()
+        raise RuntimeError("a rank is gone")
+
+    first = feed.send(sent())
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        feed.send(broken())
+    assert feed.send(sent()) == first + 1
+
+
+@pytest.mark.parametrize("has_feed", [True, False])
+def test_each_rank_gathers_each_tensor_also_after_an_error(
+    feed: EngineFeed, has_feed: bool
+) -> None:
+    """Else the other ranks would wait for it for ever."""
+    gathered: list[str] = []
+
+    def gathering() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in (*sent(), ("a", torch.zeros(3)), ("c", torch.zeros(1))):
+            gathered.append(name)
+            yield name, tensor
+
+    if has_feed:
+        send(feed, sent())
+        with pytest.raises(RegistrationError, match="'c' is new"):
+            send(feed, gathering())
+    else:
+        send(None, gathering())
+    assert gathered == ["a", "b", "a", "c"]
+
+
+def test_engines_need_a_coordinator_that_they_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TENSORHUB_ADDRESS", raising=False)
+    with pytest.raises(InvalidValue, match="set TENSORHUB_ADDRESS for the trainer's processes"):
+        EngineFeed([Engine()])
