@@ -113,6 +113,7 @@ RECIPES = {
             "test_vllm_mtp.py",
             "test_vllm_one_version.py",
             "test_vllm_quant.py",
+            "test_vllm_refusals.py",
             "test_vllm_republished.py",
             "test_vllm_requests.py",
             "test_vllm_restart.py",

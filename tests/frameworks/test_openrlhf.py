@@ -8,6 +8,7 @@ import json
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,12 +115,27 @@ def test_an_engine_that_has_died_is_named(cluster: Path) -> None:
         client.collective_rpc("tensorhub_state", {})
 
 
+def test_an_engine_that_hangs_has_a_deadline(cluster: Path) -> None:
+    import ray
+
+    from tensorhub.integrations.openrlhf import EngineClient
+
+    class Hanging:
+        def reset_prefix_cache(self) -> None:
+            threading.Event().wait(60)
+
+    client = EngineClient(ray.remote(num_cpus=0)(Hanging).remote(), 3)
+    client._timeout_s = 0.1
+    with pytest.raises(StateError, match="engine 3 has failed in reset_prefix_cache"):
+        client.reset_prefix_cache()
+
+
 def policy(rank: int, model: torch.nn.Module) -> Any:
     """One that is in no actor, with a model that is in no DeepSpeed."""
     from tensorhub.integrations.openrlhf import Policy
 
     made: Any = Policy.__new__(Policy)
-    made._rank, made._feed, made._engines = rank, None, []
+    made._rank, made._feed = rank, None
     made.actor = SimpleNamespace(model=SimpleNamespace(module=model))
     settings = SimpleNamespace(tensor_parallel_size=1, zero_stage=2)
     made.strategy = SimpleNamespace(args=SimpleNamespace(ds=settings))
@@ -137,14 +153,16 @@ def test_a_policy_without_an_address_fails_before_its_model_is_loaded(
 def test_prefix_caches_are_cleared_after_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
+    from tensorhub.integrations.openrlhf import EngineClient
+
     calls = list[Any]()
     engine = SimpleNamespace(
         reset_prefix_cache=SimpleNamespace(remote=lambda: calls.append("cleared"))
     )
     feed = SimpleNamespace(send=lambda weights: calls.append(dict(weights)))
-    monkeypatch.setattr(ray, "get", lambda each: None)
+    monkeypatch.setattr(ray, "get", lambda each, timeout: None)
     made = policy(0, model := actor())
-    made._feed, made._engines = feed, [engine]
+    made._feed, made._clients = feed, [EngineClient(engine, 0)]
     made.broadcast_to_vllm()
     assert calls[0].keys() == dict(model.named_parameters()).keys()
     assert calls[1:] == ["cleared"]

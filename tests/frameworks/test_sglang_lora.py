@@ -4,6 +4,7 @@ is SGLang's own way through files.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,32 @@ def test_versions_of_several_adapters_are_loaded_and_old_ones_unloaded(
         trainer.check_weights()
         its = from_files(rank, critic, tmp_path / "critic")
         assert all(torch.equal(each, its[key]) for key, each in in_slot(rank, "critic@5").items())
+
+
+def test_a_number_that_was_published_anew_is_loaded_anew(
+    rank: sglang_cpu.Rank, engine: Any, address: str, tmp_path: Path
+) -> None:
+    """As by a trainer that has started again from a checkpoint."""
+    from tensorhub.integrations.sglang import Session
+
+    session, poet = Session(engine, address, timeout_s=60.0), adapter()
+    with sync.connect(address) as hub:
+        weights = hub.register("poet", adapter_tensors(poet, CONFIG))
+        weights.publish(0)
+        assert session.load_adapter("poet", 0) == "poet@0"
+        with weights.mutate(1), torch.no_grad():
+            poet[next(iter(poet))].add_(1)
+        session.load_adapter("poet", 1)
+        hub.rollback("poet", to=0)
+        with torch.no_grad():
+            for tensor in poet.values():
+                tensor.normal_()
+        info, engines = weights.publish(1), rank.receiver._hub
+        while engines.newest("poet") != info:
+            time.sleep(0.01)
+        assert session.load_adapter("poet", 1) == "poet@1"
+        mine, its = in_slot(rank, "poet@1"), from_files(rank, poet, tmp_path / "poet")
+        assert {key for key in mine if not torch.equal(mine[key], its[key])} == set()
 
 
 def check_base(rank: sglang_cpu.Rank, model: torch.nn.Module) -> None:

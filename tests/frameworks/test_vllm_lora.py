@@ -5,6 +5,7 @@ vLLM's own way through files.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from tensorhub.errors import (
     InvalidValue,
     ManifestMismatch,
     StateError,
+    VersionConflict,
     VersionUnavailable,
 )
+from tensorhub.integrations import vllm_lora_requests
 from tensorhub.integrations.adapters import CONFIG as CONFIG_FILE, adapter_tensors
 from tensorhub.integrations.vllm_lora import adapter_request
 from tests.frameworks import vllm_cpu
@@ -174,6 +177,64 @@ def test_an_update_of_the_base_keeps_adapters_and_a_dropped_one_is_loaded_from_m
     assert versions(llm) == {"actor/poet": []}
     assert llm.llm_engine.add_lora(request)
     assert versions(llm) == {"actor/poet": [0]}
+    assert_as_from_files(llm, request.lora_int_id, poet, tmp_path / "poet")
+
+
+def test_an_adapter_is_loaded_again_once_the_memory_of_its_slot_was_lost(
+    llm: Any, hub: sync.Hub
+) -> None:
+    """As vLLM's `sleep(level=2)` loses it. A request would be answered with what is there then."""
+    hub.register("actor/poet", adapter_tensors(adapter(), CONFIG)).publish(0)
+    request = adapter_request("actor/poet", 0)
+    assert llm.llm_engine.add_lora(request)
+    before = [each.clone() for each in slot(llm, request)]
+    assert any(each.any() for each in before)
+    llm.sleep(level=2)
+    for each in slots(llm):
+        each.fill_(torch.nan)
+    llm.wake_up()
+    assert llm.llm_engine.add_lora(request)
+    assert same(slot(llm, request), before)
+
+
+def slots(llm: Any) -> list[torch.Tensor]:
+    """The memory that vLLM computes with, of all adapters in use."""
+    halves = [
+        half
+        for module in manager(llm)._adapter_manager.modules.values()
+        for half in (module.lora_a_stacked, module.lora_b_stacked)
+    ]
+    return [each for half in halves for each in ((half,) if torch.is_tensor(half) else half)]
+
+
+def slot(llm: Any, request: Any) -> list[torch.Tensor]:
+    number = manager(llm)._adapter_manager.lora_index_to_id.index(request.lora_int_id)
+    return [each[number] for each in slots(llm)]
+
+
+def test_a_number_that_was_published_anew_is_not_answered_with_the_old_adapter(
+    llm: Any, hub: sync.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a trainer that has started again from a checkpoint."""
+    monkeypatch.setattr(vllm_lora_requests, "LOOK_S", -1.0)
+    poet = adapter()
+    weights = hub.register("actor/poet", adapter_tensors(poet, CONFIG))
+    weights.publish(0)
+    with weights.mutate(1):
+        poet[next(iter(poet))].add_(1)
+    request = adapter_request("actor/poet", 1)
+    assert llm.llm_engine.add_lora(request)
+    hub.rollback("actor/poet", to=0)
+    for tensor in poet.values():
+        tensor.normal_()
+    info = weights.publish(1)
+    engines, _ = worker_of(llm).__dict__["_tensorhub_updater"].joined()
+    while engines.newest("actor/poet") != info:
+        time.sleep(0.01)
+    with pytest.raises(VersionConflict, match="version 1 of 'actor/poet' was published anew"):
+        llm.llm_engine.add_lora(request)
+    llm.llm_engine.remove_lora(request.lora_int_id)
+    assert llm.llm_engine.add_lora(request)
     assert_as_from_files(llm, request.lora_int_id, poet, tmp_path / "poet")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
@@ -9,8 +10,14 @@ import pytest
 import torch
 
 from tensorhub import source, sync
-from tensorhub.errors import InvalidValue, ManifestMismatch, StateError, VersionUnavailable
-from tensorhub.integrations.adapters import CONFIG, fetch_adapter
+from tensorhub.errors import (
+    InvalidValue,
+    ManifestMismatch,
+    StateError,
+    VersionConflict,
+    VersionUnavailable,
+)
+from tensorhub.integrations.adapters import CONFIG, Publication, fetch_adapter
 
 WAIT_S = 20.0
 
@@ -69,3 +76,30 @@ def test_an_adapter_of_several_ranks_is_fetched_whole() -> None:
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(publish, (0, 1)))
         assert fetch_adapter(hub, "adapter", 1, WAIT_S)["a"][:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_a_number_that_was_published_anew_is_another_adapter() -> None:
+    with sync.serve(token="") as coordinator, sync.connect(coordinator.address) as hub:
+        text = torch.frombuffer(bytearray(b"{}"), dtype=torch.uint8)
+        weights = hub.register("adapter", {CONFIG: text})
+        with sync.connect(coordinator.address) as engine:
+            for version in (1, 2):
+                with weights.mutate(version):
+                    text.add_(0)
+            its = Publication(engine, fetch_adapter(engine, "adapter", 2, WAIT_S).info)
+            assert its.is_current()
+            hub.rollback("adapter", to=1)
+            assert its.is_current()  # so far its number is no other one's
+            info = weights.publish(2)
+            while engine.newest("adapter") != info:
+                time.sleep(0.01)
+            assert not its.is_current()
+            with pytest.raises(VersionConflict, match="version 2 of 'adapter' was published anew"):
+                raise its.conflict()
+            its = Publication(engine, fetch_adapter(engine, "adapter", 2, WAIT_S).info)
+            assert its.is_current()
+            with weights.mutate(3):
+                text.add_(0)
+            engine.wait_for("adapter", at_least=3)
+            assert its.is_current()
+        assert its.is_current()  # the engine has left: it knows of no other one

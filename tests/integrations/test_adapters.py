@@ -62,6 +62,7 @@ def test_names() -> None:
         "tensorhub:poet@x",
         "tensorhub:poet@-1",
         "tensorhub:@",
+        f"tensorhub:poet@{'9' * 5000}",
     ):
         with pytest.raises(InvalidValue, match="give tensorhub:MODEL@VERSION"):
             named(wrong)

@@ -12,10 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from tensorhub.errors import ManifestMismatch, StateError
+from tensorhub.errors import ManifestMismatch, StateError, VersionConflict
 from tensorhub.integrations.sglang import Session
 from tensorhub.integrations.sglang_server import Server
-from tensorhub.integrations.sglang_session import ASLEEP, LOADER, PREFIX, Order, Outcome, Report
+from tensorhub.integrations.sglang_session import (
+    ASLEEP,
+    LOADER,
+    PREFIX,
+    REPORT,
+    Order,
+    Outcome,
+    Report,
+)
 from tensorhub.types import VersionInfo
 
 INFO = VersionInfo("actor", 3, "content", 10, 1)
@@ -165,6 +173,29 @@ def test_versions_of_an_adapter_but_the_last_two_are_unloaded(
     session.load_adapter("poet", 3)  # an older one, which is asked for
     session.load_adapter("poet", 3)
     assert list(engine.loaded) == ["files", "critic@4", "poet@10", "critic@10", "poet@3"]
+
+
+def test_an_adapter_that_was_published_anew_is_loaded_anew(
+    engine: Engine, session: Session
+) -> None:
+    """Under the same number, as after a rollback: the engine would go on with the old one."""
+    session.load_adapter("poet", 3)
+    parameter = engine.parameter
+
+    def stale(name: str) -> object:
+        if name == REPORT and engine.orders[-1].adapter:
+            failed = Outcome.of(VersionConflict("published anew"), "intact")
+            return Report(-1, "join", failed).encode()
+        return parameter(name)
+
+    engine.parameter = stale  # type: ignore[method-assign]
+    engine.calls.clear()
+    assert session.load_adapter("poet", 3) == "poet@3"
+    assert [each for each in engine.calls if "lora" in each] == [
+        "load_lora_adapter poet@3",
+        "unload_lora_adapter poet@3",
+        "load_lora_adapter poet@3",
+    ]
 
 
 def test_an_adapter_that_the_engine_refuses(engine: Engine, session: Session) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tensorhub.errors import StateError, VersionUnavailable
+from tensorhub.errors import StateError, VersionConflict, VersionUnavailable
 from tensorhub.integrations import vllm_lora, vllm_lora_requests
 from tensorhub.integrations.vllm_lora import Adapters
 
@@ -33,6 +33,7 @@ class Manager:
         self._adapter_manager = self
         self.loaded: set[int] = set()
         self.fetched: list[tuple[str, int]] = []
+        self.has_current = True
 
     def list_adapters(self) -> set[int]:
         return self.loaded
@@ -40,9 +41,18 @@ class Manager:
     def remove_adapter(self, number: int) -> None:
         self.loaded.discard(number)
 
-    def fetch(self, model: str, version: int) -> dict[str, torch.Tensor]:
+    def fetch(self, model: str, version: int) -> Any:
         self.fetched.append((model, version))
-        return {"a": torch.zeros(1)}
+        return {"a": torch.zeros(1)}, self
+
+    def is_current(self) -> bool:
+        return self.has_current
+
+    def conflict(self) -> VersionConflict:
+        return VersionConflict("published anew")
+
+    def remove_all_adapters(self) -> None:
+        self.loaded.clear()
 
 
 @pytest.fixture
@@ -89,6 +99,24 @@ def test_what_vllm_has_dropped_is_loaded_from_memory_and_what_it_was_told_to_unl
     adapters.forget(11)
     assert adapters.keep([]) == []
     load(adapters, manager, asked)
+    assert manager.fetched == [("poet", 1)] * 2
+
+
+def test_what_was_published_anew_is_refused_to_new_requests_alone(
+    adapters: Adapters, manager: Manager
+) -> None:
+    """A running request, whose adapter vLLM has dropped meanwhile, goes on with what it had."""
+    asked = request("poet", 1)
+    load(adapters, manager, asked)
+    manager.has_current = False
+    with pytest.raises(VersionConflict, match="published anew"):
+        adapters.asked(manager, asked)
+    adapters.unload()  # the memory of all slots goes
+    assert manager.loaded == set()
+    load(adapters, manager, asked)
+    assert manager.fetched == [("poet", 1)]
+    adapters.forget(11)
+    adapters.asked(manager, request("poet", 1, inplace=True))
     assert manager.fetched == [("poet", 1)] * 2
 
 
@@ -169,6 +197,21 @@ def test_a_version_is_loaded_once_and_anew_where_that_is_asked_or_was_undone(cor
         getattr(core, undo)(given)
         core.add_request(queued("after", request("poet", 1)))
         assert len(core.asked) == 1
+
+
+def test_workers_are_asked_again_after_a_while(core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a version that they hold was published anew."""
+    clock = [0.0]
+    monkeypatch.setattr(vllm_lora_requests, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    core.told = [(None, [11, 12])]
+    for second, asks in ((0.0, 1), (0.9, 1), (1.1, 2)):
+        clock[0] = second
+        core.add_request(queued(f"{second}", request("poet", 1)))
+        assert len(core.asked) == asks
+    core.told = [(VersionConflict("published anew"), [])]
+    clock[0] = 9.0
+    core.add_request(queued("late", request("poet", 1)))
+    assert core.refused == ["late"]
 
 
 def test_a_version_that_any_worker_cannot_load_is_its_requests_error(core: Any) -> None:

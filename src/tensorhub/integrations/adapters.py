@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,22 +18,29 @@ import torch
 from torch import nn
 
 from tensorhub import sync
+from tensorhub.api.hub import Fetched
 from tensorhub.api.tools import published_tensors
 from tensorhub.errors import (
     InvalidType,
     InvalidValue,
     ManifestMismatch,
+    TensorHubError,
+    VersionConflict,
     VersionUnavailable,
     shown,
     some,
 )
 from tensorhub.runtime.loop_thread import finish_blocking
+from tensorhub.types import VERSION_MAX, VersionInfo
 
 Tensors = Mapping[str, torch.Tensor]
 Sizes = tuple[int | None, int | None]  # inputs and outputs of a module; None: not known
 
 CONFIG: Final = "adapter_config.json"
 SCHEME: Final = "tensorhub:"  # of a request's path
+LOOK_S: Final = (
+    5.0  # for so long an engine stands still at most, to ask whether a version is current
+)
 KEPT: Final = 2  # versions of an adapter: requests may still be answered with the version before
 
 
@@ -62,7 +70,8 @@ def _listed(value: object) -> list[Any]:
 def named(path: str) -> tuple[str, int]:
     """The model and the version of a request's path."""
     model, _, version = path.removeprefix(SCHEME).rpartition("@")
-    if not model or not version.isdecimal():
+    is_number = version.isdecimal() and len(version) <= len(str(VERSION_MAX))
+    if not model or not is_number:
         raise InvalidValue(f"lora_path={shown(path)}: give {SCHEME}MODEL@VERSION")
     return model, int(version)
 
@@ -88,7 +97,7 @@ def _no_adapter(model: str) -> ManifestMismatch:
     return ManifestMismatch(text, differences=(text,))
 
 
-def fetch_adapter(hub: sync.Hub, model: str, version: int, timeout_s: float) -> Tensors:
+def fetch_adapter(hub: sync.Hub, model: str, version: int, timeout_s: float) -> Fetched:
     """All tensors of a version of an adapter. A request comes from a client of the engine, and may
     name any model: a base model's weights need not fit into the engine's memory. So what is no
     adapter is refused before it is fetched. So is what no worker holds now: the engine stands still
@@ -105,6 +114,43 @@ def fetch_adapter(hub: sync.Hub, model: str, version: int, timeout_s: float) -> 
             f"no live worker holds version {version} of {model!r} now: request a newer one"
         )
     return hub.fetch(model, version, rank=None, timeout=timeout_s)
+
+
+class Publication:
+    """What an adapter's version was when it was fetched. Its number is another publication's once
+    the model was rolled back, as by a trainer that starts again from a checkpoint.
+    """
+
+    def __init__(self, hub: sync.Hub, info: VersionInfo) -> None:
+        self._hub, self._info = hub, info
+        self._newest: VersionInfo | None = None  # at the last look
+        with suppress(TensorHubError):
+            hub.newest(info.model)  # hear of it from now on
+
+    def is_current(self) -> bool:
+        """False: the number is known to be another publication's. The coordinator is asked only
+        after something was published.
+        """
+        its = self._info
+        try:
+            newest = self._hub.newest(its.model)
+            if newest == self._newest:
+                return True
+            views = self._hub.describe(its.model, LOOK_S, version=its.version).versions
+        except TensorHubError:  # it is not known any more, or the coordinator is away
+            return True
+        if any(each.content_id != its.content_id for each in views):
+            return False
+        self._newest = newest
+        return True
+
+    def conflict(self) -> VersionConflict:
+        its = self._info
+        return VersionConflict(
+            f"version {its.version} of {its.model!r} was published anew since this engine has "
+            f"loaded it. Have the engine unload {its.model}@{its.version}, with what it has cached "
+            f"for it; then repeat this"
+        )
 
 
 def unwrapped(model: nn.Module, wrapper: type[Any]) -> nn.Module:

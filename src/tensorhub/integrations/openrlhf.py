@@ -52,10 +52,14 @@ class EngineClient:
         return f"OpenRLHF's vLLM engine {self._number}"
 
     def collective_rpc(self, method: str, kwargs: Mapping[str, Any]) -> Any:
+        return self._done(method, self._actor.tensorhub_call.remote(method, kwargs))
+
+    def reset_prefix_cache(self) -> None:
+        self._done("reset_prefix_cache", self._actor.reset_prefix_cache.remote())
+
+    def _done(self, method: str, call: Any) -> Any:
         try:
-            return ray.get(
-                self._actor.tensorhub_call.remote(method, kwargs), timeout=self._timeout_s
-            )
+            return ray.get(call, timeout=self._timeout_s)
         except Exception as error:
             reason = getattr(error, "cause", None) or error
             raise StateError(f"{self!r} has failed in {method}: {reason}") from error
@@ -67,17 +71,18 @@ class Policy(_THEIR_POLICY):
     def init_model_from_pretrained(
         self, strategy: Any, pretrain: Any, max_steps: Any = None, vllm_engines: Any = None
     ) -> None:
-        self._feed, self._engines = None, list(vllm_engines or ())
-        if self._engines and self._rank == 0:
-            clients = [EngineClient(each, number) for number, each in enumerate(self._engines)]
-            self._feed = EngineFeed(clients)
+        self._feed = None
+        if vllm_engines and self._rank == 0:
+            self._clients = [EngineClient(each, n) for n, each in enumerate(vllm_engines)]
+            self._feed = EngineFeed(self._clients)
         # without engines: it makes no process group with them
         super().init_model_from_pretrained(strategy, pretrain, max_steps)
 
     def broadcast_to_vllm(self) -> None:
         send(self._feed, self._whole())
         if self._feed is not None:
-            ray.get([each.reset_prefix_cache.remote() for each in self._engines])
+            for each in self._clients:
+                each.reset_prefix_cache()
 
     def _whole(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Each parameter, which all ranks gather."""

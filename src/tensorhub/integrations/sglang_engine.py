@@ -43,7 +43,7 @@ from tensorhub.errors import (
     some,
 )
 from tensorhub.integrations import sglang_lora, sglang_sleep
-from tensorhub.integrations.adapters import fetch_adapter
+from tensorhub.integrations.adapters import Publication, fetch_adapter
 from tensorhub.integrations.given import bounded, wrapped
 from tensorhub.integrations.recording import Specs
 from tensorhub.integrations.releases import check_release
@@ -76,6 +76,7 @@ from tensorhub.runtime.loop_thread import finish_blocking
 from tensorhub.types import Options
 
 log = get_logger(__name__)
+ADAPTERS_MAX = 1000  # far more than an engine has loaded
 Made = TypeVar("Made")
 Tensors = Sequence[tuple[str, torch.Tensor]]
 
@@ -136,6 +137,8 @@ class Receiver:
         self._weights: sync.Weights | None = None
         self._is_agreed = False  # by all ranks: the publication fits
         self._served: Order | None = None
+        self._fetched: Publication | None = None  # an adapter's, the last one
+        self._adapters: dict[str, Publication] = {}  # that SGLang has loaded, the last ones
         self._is_torn = self._is_lost = False
         sglang_sleep.watch(self)
 
@@ -176,7 +179,17 @@ class Receiver:
     def fetch_adapter(self, model: str, version: int) -> Mapping[str, torch.Tensor]:
         if self._hub is None or self._joined is None:
             raise StateError("this engine has joined no cluster yet: Session.get_ready comes first")
-        return fetch_adapter(self._hub, model, version, self._joined.timeout_s)
+        found = fetch_adapter(self._hub, model, version, self._joined.timeout_s)
+        self._fetched = Publication(self._hub, found.info)
+        return found
+
+    def has_loaded(self, name: str) -> None:
+        """SGLang has loaded what was fetched last, as MODEL@VERSION."""
+        if self._fetched is not None:
+            self._adapters.pop(name, None)
+            self._adapters[name] = self._fetched
+            if len(self._adapters) > ADAPTERS_MAX:
+                del self._adapters[next(iter(self._adapters))]
 
     def spare(self) -> None:
         """Have the end of a session leave alone what it must not process."""
@@ -228,7 +241,7 @@ class Receiver:
     def _get_ready(self, order: Order) -> Plan | None:
         """The plan for this version. Without a plan: there is nothing to write."""
         known = None if self._hub is None or self._joined is None else self._joined.address
-        lasting = replace(order, purpose="join", version=-1, content_id=None)
+        lasting = replace(order, purpose="join", version=-1, content_id=None, adapter="")
         # for adapters it does not matter how the base is updated
         if known != order.address if order.purpose == "join" else lasting != self._joined:
             self.close()
@@ -240,6 +253,9 @@ class Receiver:
         if self._hub is None:
             options = Options(host_memory_bytes=order.host_memory_bytes)
             self._hub = sync.connect(order.address, options=bounded(options, order.timeout_s))
+        adapter = self._adapters.get(order.adapter)
+        if adapter is not None and not adapter.is_current():
+            raise adapter.conflict()
         if order.purpose != "update":
             return None
         served, cluster = self._served, (order.address, order.model)

@@ -45,6 +45,7 @@ class Fetching(Protocol):
     """One rank of an engine."""
 
     def fetch_adapter(self, model: str, version: int) -> Tensors: ...
+    def has_loaded(self, name: str) -> None: ...
 
     def on_all_ranks(self, call: Callable[[], Any]) -> Any:
         """The call's result, once it has returned on all ranks; raises on all ranks."""
@@ -103,7 +104,9 @@ def _load(manager: Any, lora_ref: Any, rank: Fetching) -> Any:
 
     config, weights = rank.on_all_ranks(fetched)
     try:
-        return rank.on_all_ranks(loaded)
+        done = rank.on_all_ranks(loaded)
+        rank.has_loaded(f"{model}@{version}")
+        return done
     except Exception:
         if lora_ref.lora_id in manager.loras:  # on this rank alone
             manager.unload_lora_adapter(lora_ref)

@@ -25,6 +25,7 @@ from tensorhub.errors import (
     Memory,
     StateError,
     TensorHubError,
+    VersionConflict,
     shown,
 )
 from tensorhub.integrations.adapters import KEPT, SCHEME, named
@@ -225,10 +226,14 @@ class Session:
 
     def get_ready(self, version: int | None = None) -> None:
         """Have the engine join the cluster, which adapters need; it goes on generating."""
+        self._join()
+
+    def _join(self, adapter: str = "") -> None:
+        """Raises VersionConflict: that adapter was published anew since the engine loaded it."""
         self._look()
         self._begin()
         try:
-            self._give(replace(self._order, purpose="join"))
+            self._give(replace(self._order, purpose="join", adapter=adapter))
         finally:
             self._end()
 
@@ -256,11 +261,16 @@ class Session:
         Raises ManifestMismatch: it is no adapter, or none for this engine (all reasons are listed);
         StateError: the engine takes no adapters; and as `Hub.fetch`.
         """
-        self.get_ready()
+        self._join()
         name = f"{model}@{version}"
-        refused, loaded = self.engine.adapters(
-            "load_lora_adapter", lora_name=name, lora_path=f"{SCHEME}{name}"
-        )
+        asked = {"lora_name": name, "lora_path": f"{SCHEME}{name}"}
+        refused, loaded = self.engine.adapters("load_lora_adapter", **asked)
+        if refused and loaded.get(name) == asked["lora_path"]:
+            try:
+                self._join(name)
+            except VersionConflict:
+                self._unload(name)
+                refused, loaded = self.engine.adapters("load_lora_adapter", **asked)
         if refused and name not in loaded:
             kind, _, text = refused.partition(": ")
             raise (
@@ -271,10 +281,13 @@ class Session:
         ours = [named(path) for path in loaded.values() if path.startswith(SCHEME)]
         versions = sorted(its for name_, its in ours if name_ == model and its != version)
         for old in versions[: max(0, len(versions) + 1 - KEPT)]:
-            refused, _ = self.engine.adapters("unload_lora_adapter", lora_name=f"{model}@{old}")
-            if refused:
-                raise StateError(f"SGLang has not unloaded {model}@{old}: {refused}")
+            self._unload(f"{model}@{old}")
         return name
+
+    def _unload(self, name: str) -> None:
+        refused, _ = self.engine.adapters("unload_lora_adapter", lora_name=name)
+        if refused:
+            raise StateError(f"SGLang has not unloaded {name}: {refused}")
 
     def _while_paused(self, purpose: Purpose, info: VersionInfo) -> None:
         check_info(info)

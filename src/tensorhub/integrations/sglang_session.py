@@ -57,7 +57,8 @@ class Order:
     with it, join the cluster, or note the models that it is called with, of which one is the
     draft's. `replica`: the trainer's word for this engine. `unused`: names of published tensors,
     with `*`, that the model's loader may leave alone. `has_draft`: the draft model takes the
-    version, too.
+    version, too. `adapter`: one that the engine has loaded, MODEL@VERSION, which is to be that
+    version still.
     """
 
     address: list[str]
@@ -70,6 +71,7 @@ class Order:
     timeout_s: float = 300.0
     unused: tuple[str, ...] = ()
     has_draft: bool = False
+    adapter: str = ""
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return [(PREFIX + json.dumps(asdict(self)), torch.empty(0))]

@@ -30,6 +30,7 @@ from tensorhub.integrations.adapters import (
     KEPT,
     SCHEME,
     Half,
+    Publication,
     Sizes,
     Tensors,
     adapter_tensors,
@@ -124,7 +125,7 @@ def load_on_all(
     manager = worker.model_runner.lora_manager
     ranks = Ranks(worker.vllm_config.parallel_config)
     outcome = ranks.together(
-        lambda: _joined(manager, request).fetch(manager, request), is_torn=lambda: False
+        lambda: _joined(manager, request).asked(manager, request), is_torn=lambda: False
     )
     if not outcome.has_failed:
         outcome = ranks.together(lambda: worker.add_lora(request), is_torn=lambda: False)
@@ -139,18 +140,34 @@ def load_on_all(
 class _Held:
     number: int  # vLLM's
     tensors: Tensors
+    publication: Publication
 
 
 class Adapters:
-    """What one of vLLM's workers has fetched for its model. `fetch`: all tensors of a version."""
+    """What one of vLLM's workers has fetched for its model. `fetch`: all tensors of a version, and
+    which one that is.
+    """
 
-    def __init__(self, model: nn.Module, fetch: Callable[[str, int], Tensors]) -> None:
+    def __init__(
+        self, model: nn.Module, fetch: Callable[[str, int], tuple[Tensors, Publication]]
+    ) -> None:
         self._fetch = fetch
         self._held: dict[str, dict[int, _Held]] = {}  # by model and version, in order of loading
-        self._ready: dict[int, tuple[Tensors, Any]] = {}  # by number: fetched, and not loaded yet
+        # by number: fetched, and not loaded yet
+        self._ready: dict[int, tuple[Tensors, Publication, Any]] = {}
         self._is_told = False  # which versions to keep
         self._manager: Any = None
         model.__dict__["_tensorhub_adapters"] = self
+
+    def asked(self, manager: Any, request: LoRARequest) -> None:
+        """As `fetch`, of a new request. Raises VersionConflict: vLLM has loaded what was published
+        under this number before, and running requests and its cache have that.
+        """
+        model, version = named(request.lora_path)
+        found = self._held.get(model, {}).get(version)
+        if found is not None and not found.publication.is_current():
+            raise found.publication.conflict()
+        self.fetch(manager, request)
 
     def fetch(self, manager: Any, request: LoRARequest) -> None:
         """Get ready for `load`. Raises ManifestMismatch: it is no adapter, or none for this engine
@@ -160,19 +177,22 @@ class Adapters:
         if request.load_inplace or request.lora_int_id not in manager.list_adapters():
             model, version = named(request.lora_path)
             found = self._held.get(model, {}).get(version)
-            tensors = self._fetch(model, version) if found is None else found.tensors
+            if found is None:
+                tensors, publication = self._fetch(model, version)
+            else:
+                tensors, publication = found.tensors, found.publication
             made = _made(manager, request, model, tensors)
-            self._ready[request.lora_int_id] = tensors, made
+            self._ready[request.lora_int_id] = tensors, publication, made
 
     def load(self, manager: Any, request: LoRARequest) -> Any:
         """vLLM's form of a published version; raises as `fetch`."""
         if request.lora_int_id not in self._ready:
             self.fetch(manager, request)
         model, version = named(request.lora_path)
-        tensors, made = self._ready.pop(request.lora_int_id)
+        tensors, publication, made = self._ready.pop(request.lora_int_id)
         self._manager = manager
         held = self._held.setdefault(model, {})
-        held[version] = _Held(request.lora_int_id, tensors)
+        held[version] = _Held(request.lora_int_id, tensors, publication)
         if not self._is_told:
             self._unload_old((request.lora_int_id,))
         return made
@@ -201,6 +221,11 @@ class Adapters:
             self._held[model] = kept
             if not kept:
                 del self._held[model]
+
+    def unload(self) -> None:
+        """Have vLLM load each one again before it is used: the memory of its slots goes."""
+        if self._manager is not None:
+            self._manager.remove_all_adapters()
 
     def clear(self) -> None:
         """Free all of it. What vLLM has loaded stays loaded."""

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
 from tensorhub.integrations.adapters import SCHEME
 from tensorhub.integrations.vllm_lora import load_on_all
 
-LOADABLE: Final = "_tensorhub_adapters"  # of an engine: numbers that its workers need not fetch
+# of an engine: numbers that its workers need not fetch, and until when they are not asked
+LOADABLE: Final = "_tensorhub_adapters"
+LOOK_S: Final = 1.0  # a version that is published anew is found after that time
 
 
 def watch() -> None:
@@ -79,15 +83,19 @@ def _is_ours(lora: Any) -> bool:
 
 
 def _load(core: Any, lora: Any) -> bool:
-    loadable = core.__dict__.setdefault(LOADABLE, set())
-    if lora.lora_int_id not in loadable or lora.load_inplace:
+    loadable: dict[int, float] = core.__dict__.setdefault(LOADABLE, {})
+    if loadable.get(lora.lora_int_id, -math.inf) < time.monotonic() or lora.load_inplace:
         queued = [each.lora_request for each in core.scheduler.requests.values()]
         needed = sorted({each.lora_int_id for each in (lora, *queued) if each is not None})
         told = core.model_executor.collective_rpc(load_on_all, args=(lora, needed))
         for error, _ in told:
             if error is not None:
                 raise error
-        core.__dict__[LOADABLE] = set.intersection(*(set(numbers) for _, numbers in told))
+        left = set.intersection(*(set(numbers) for _, numbers in told))
+        loadable = {number: loadable.get(number, -math.inf) for number in left}
+        if lora.lora_int_id in left:
+            loadable[lora.lora_int_id] = time.monotonic() + LOOK_S
+        core.__dict__[LOADABLE] = loadable
     return True
 
 

@@ -36,7 +36,7 @@ from tensorhub.errors import (
     some,
 )
 from tensorhub.integrations import vllm_layers as layers, vllm_reload as reload, vllm_sleep
-from tensorhub.integrations.adapters import fetch_adapter
+from tensorhub.integrations.adapters import Publication, fetch_adapter
 from tensorhub.integrations.given import bounded, texts
 from tensorhub.integrations.lost_memory import is_lost
 from tensorhub.integrations.releases import check_release
@@ -115,7 +115,7 @@ class Updater:
 
     def join(self, **settings: Any) -> Outcome:
         """Connect to a cluster by these `Settings`, or stay there if nothing has changed."""
-        return self._together(lambda: self._connect(Settings(**settings)))
+        return self.together(lambda: self._connect(Settings(**settings)))
 
     def newest(self) -> tuple[Outcome, int]:
         """The newest version, as one of the workers sees it."""
@@ -124,7 +124,7 @@ class Updater:
         def ask() -> None:
             found.append(self._newest().version)
 
-        outcome = self._together(ask, tell=lambda: found[0])
+        outcome = self.together(ask, tell=lambda: found[0])
         return outcome, -1 if outcome.has_failed else max(outcome.told.values())
 
     def is_published(self) -> tuple[Outcome, bool]:
@@ -138,7 +138,7 @@ class Updater:
             except VersionUnavailable:
                 found.append(False)
 
-        outcome = self._together(ask, tell=lambda: found[0])
+        outcome = self.together(ask, tell=lambda: found[0])
         return outcome, not outcome.has_failed and any(outcome.told.values())
 
     def prepare(self, version: int) -> Outcome:
@@ -148,7 +148,7 @@ class Updater:
         return self._get_ready(version, lambda: self._make_plan(version))
 
     def _get_ready(self, version: int, make_plan: Callable[[], None]) -> Outcome:
-        outcome = self._together(make_plan, tell=lambda: self.plan and self.plan.faults)
+        outcome = self.together(make_plan, tell=lambda: self.plan and self.plan.faults)
         if outcome.has_failed:
             return outcome
         assert self._settings is not None
@@ -160,7 +160,7 @@ class Updater:
             return Outcome(
                 error if self._ranks.speaks else None, (self.is_torn,) * self._ranks.count
             )
-        outcome = self._together(lambda: self._fetch_staged(version))
+        outcome = self.together(lambda: self._fetch_staged(version))
         self._prepared = None if outcome.has_failed else version
         return outcome
 
@@ -171,7 +171,7 @@ class Updater:
         outcome = self._get_ready(version, lambda: self._plan_to_write(version))
         self._prepared = None
         if not outcome.has_failed:
-            outcome = self._together(lambda: self._write(version))
+            outcome = self.together(lambda: self._write(version))
         if outcome.has_failed:
             # A worker that has succeeded has new weights, beside workers that have old ones.
             self.is_torn = any(outcome.are_torn) or len(outcome.are_torn) < self._ranks.count
@@ -185,7 +185,7 @@ class Updater:
 
         IntegrityError names the tensors that differ; the next update writes all of them.
         """
-        return self._together(lambda: self._compare(model, version))
+        return self.together(lambda: self._compare(model, version))
 
     def close(self) -> None:
         self.forget()
@@ -212,7 +212,8 @@ class Updater:
             "vllm": VLLM_VERSION,
         }
 
-    def _together(self, call: Any, **how: Any) -> Outcome:
+    def together(self, call: Callable[[], object], **how: Any) -> Outcome:
+        """Make a call on all workers: see `Ranks.together`."""
         return self._ranks.together(call, is_torn=lambda: self.is_torn, **how)
 
     # ----------------------------------------------------------------------------------------------
@@ -232,9 +233,12 @@ class Updater:
             self._hub = sync.connect(settings.address, options=options)
             self._settings, self.served = settings, served
 
-    def _fetch_adapter(self, model: str, version: int) -> Mapping[str, torch.Tensor]:
+    def _fetch_adapter(
+        self, model: str, version: int
+    ) -> tuple[Mapping[str, torch.Tensor], Publication]:
         hub, settings = self.joined()
-        return fetch_adapter(hub, model, version, settings.timeout_s)
+        found = fetch_adapter(hub, model, version, settings.timeout_s)
+        return found, Publication(hub, found.info)
 
     def forget(self) -> None:
         """Give up what is registered: the next update makes a plan, and writes everything."""
@@ -387,6 +391,8 @@ class Updater:
         served.
         """
         self.is_torn = self.is_torn or level > 1
+        if level > 1:
+            self._adapters.unload()
         if self.weights is not None and not self.staged:
             try:
                 self.weights.unpublish()

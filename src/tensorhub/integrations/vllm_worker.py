@@ -34,7 +34,8 @@ vllm_start.watch()
 class WorkerExtension:
     """What vLLM adds to each of its workers.
 
-    Of several workers the last one raises for all of them. Each error ends with "[the engine's
+    Of several workers the last one raises for all of them, and the others return: they must not go
+    on, for each step waits for all workers. Each error ends with "[the engine's
     weights are intact]" or "[the engine's weights are torn]": torn ones must not be used for
     generation, and the next update repairs them.
     """
@@ -57,26 +58,28 @@ class WorkerExtension:
         `host_memory_bytes` for this worker's shard, updates are staged. `ignored`: patterns of
         published names that the engine leaves alone (`*mtp*`).
         """
-        self._check_alone()
+        if self._is_alone():
+            self._has_joined(
+                replica,
+                address=address,
+                model=model,
+                host_memory_bytes=host_memory_bytes,
+                timeout_s=timeout_s,
+                ignored=ignored,
+            )
+
+    def _has_joined(self, replica: str | None = None, **settings: Any) -> bool:
         updater = _updater(self)
         group = replica or f"vllm-{updater.ranks.share(secrets.token_hex(8))[0]}"
-        outcome = updater.join(
-            address=address,
-            model=model,
-            group=group,
-            host_memory_bytes=host_memory_bytes,
-            timeout_s=timeout_s,
-            ignored=ignored,
-        )
-        _check(updater, outcome)
+        return _is_done(updater, updater.join(group=group, **settings))
 
     def tensorhub_prepare(self, version: int) -> None:
         """Get ready for a version while the engine generates: check it, register, and read it into
         host memory where updates are staged.
         """
-        self._check_alone()
-        updater = _updater(self)
-        _check(updater, updater.prepare(version))
+        if self._is_alone():
+            updater = _updater(self)
+            _is_done(updater, updater.prepare(version))
 
     def tensorhub_update(self, version: int | None = None) -> dict[str, Any]:
         """Have the model hold a version; None: the newest one. Nothing may be generated meanwhile.
@@ -86,21 +89,24 @@ class WorkerExtension:
         VersionUnavailable, VersionConflict (an older version), and what else `Weights.update`
         raises.
         """
-        self._check_alone()
         updater = _updater(self)
+        if not self._is_alone():
+            return updater.state()
         if version is None:
             outcome, version = updater.newest()
-            _check(updater, outcome)
-        _check(updater, updater.update(version))
+            if not _is_done(updater, outcome):
+                return updater.state()
+        _is_done(updater, updater.update(version))
         return updater.state()
 
     def tensorhub_start(self, address: str, model: str) -> dict[str, Any]:
         """Join, and take the newest version if one was published; `vllm_start` calls it."""
-        self.tensorhub_join(address, model)
         updater = _updater(self)
-        outcome, is_published = updater.is_published()
-        _check(updater, outcome)
-        return self.tensorhub_update() if is_published else updater.state()
+        if self._has_joined(address=address, model=model):
+            outcome, is_published = updater.is_published()
+            if _is_done(updater, outcome) and is_published:
+                return self.tensorhub_update()
+        return updater.state()
 
     def tensorhub_one_version(
         self,
@@ -119,22 +125,26 @@ class WorkerExtension:
         """
         from tensorhub.integrations.vllm_one_version import Member
 
-        self.tensorhub_join(address, model, timeout_s=timeout_s)
-        config = self.vllm_config
-        sizes = config.parallel_config
-        if sizes.world_size != sizes.tensor_parallel_size:
-            raise StateError("an engine that is not only tensor-parallel cannot join a fleet")
-        device = next(self.get_model().parameters()).device
-        member = Member(
-            _updater(self),
-            device,
-            points=device.type == "cpu" and config.model_config.enforce_eager,
-            wait_s=timeout_s,
-            host=host,
-            port=port,
-            token=token,
-            lease_s=lease_s,
-        )
+        nothing: dict[str, Any] = {"url": None}
+        updater = _updater(self)
+        joins = self._is_alone()
+        if not joins or not self._has_joined(address=address, model=model, timeout_s=timeout_s):
+            return nothing
+        made: list[Member] = []
+
+        def make() -> None:
+            config = self.vllm_config
+            sizes = config.parallel_config
+            if sizes.world_size != sizes.tensor_parallel_size:
+                raise StateError("an engine that is not only tensor-parallel cannot join a fleet")
+            device = next(self.get_model().parameters()).device
+            points = device.type == "cpu" and config.model_config.enforce_eager
+            its = {"host": host, "port": port, "token": token, "lease_s": lease_s}
+            made.append(Member(updater, device, points=points, wait_s=timeout_s, **its))
+
+        if not _is_done(updater, updater.together(make)):
+            return nothing
+        (member,) = made
         execute = self.execute_model
 
         def execute_model(*given: Any, **named: Any) -> Any:
@@ -142,14 +152,16 @@ class WorkerExtension:
                 return execute(*given, **named)
 
         self.execute_model, self.__dict__["_tensorhub_member"] = execute_model, member
-        if member.engine is None:
-            return {"url": None}
-        member.engine.start(timeout_s)
-        return {"url": member.engine.url}
+        engine = member.engine
+        _is_done(updater, updater.together(lambda: engine and engine.start(timeout_s)))
+        return nothing if engine is None else {"url": engine.url}
 
-    def _check_alone(self) -> None:
-        if "_tensorhub_member" in self.__dict__:
+    def _is_alone(self) -> bool:
+        if "_tensorhub_member" not in self.__dict__:
+            return True
+        if _updater(self).ranks.speaks:
             raise StateError("this engine is one of a fleet, and has its versions by `OneVersion`")
+        return False
 
     def tensorhub_check(
         self, model: str | None = None, version: int | None = None
@@ -159,11 +171,16 @@ class WorkerExtension:
         IntegrityError, with the names that differ.
         """
         updater, member = _updater(self), self.__dict__.get("_tensorhub_member")
-        with nullcontext() if member is None else member.step():
-            outcome = updater.check(model, version)
-            if member is not None and any(outcome.are_torn):
-                member.distrust()
-        _check(updater, outcome)
+        try:
+            with nullcontext() if member is None else member.step():
+                outcome = updater.check(model, version)
+                if member is not None and any(outcome.are_torn):
+                    member.distrust()
+        except StateError:  # no version may be served, on all workers
+            if updater.ranks.speaks:
+                raise
+            return updater.state()
+        _is_done(updater, outcome)
         return updater.state()
 
     def tensorhub_state(self) -> dict[str, Any]:
@@ -172,9 +189,9 @@ class WorkerExtension:
 
     def tensorhub_leave(self) -> None:
         """Leave the cluster; trainers find this engine no more. The model stays as it is."""
-        self._check_alone()
-        vllm_start.withdraw(self)
-        _updater(self).close()
+        if self._is_alone():
+            vllm_start.withdraw(self)
+            _updater(self).close()
 
 
 def _updater(worker: WorkerExtension) -> Updater:
@@ -185,8 +202,12 @@ def _updater(worker: WorkerExtension) -> Updater:
     return found
 
 
-def _check(updater: Updater, outcome: Outcome) -> None:
+def _is_done(updater: Updater, outcome: Outcome) -> bool:
+    """False: a call has failed on some worker, and another worker than this one raises the
+    error.
+    """
     error = outcome.error
     if isinstance(error, TensorHubError):
         error.args = (f"{error} [{TORN if updater.is_torn else INTACT}]",)
         raise error
+    return not outcome.has_failed
