@@ -268,6 +268,15 @@ def answering(status: int, body: bytes) -> HTTPServer:
     [
         (200, b"<html>ok</html>", "does not say what it is: <html>ok"),
         (200, b'{"tp_size": "many", "version": 5}', "does not say what it is"),
+        (200, b'{"tp_size": Infinity, "version": "0.5.23"}', "does not say what it is"),
+        (200, b'{"tp_size": 1e15, "version": "0.5.23"}', "does not say what it is"),
+        (200, b'{"tp_size": 0, "version": "0.5.23"}', "does not say what it is"),
+        (200, '{"tp_size": 1, "version": "0.\u00b2"}'.encode(), "does not say what it is"),
+        (
+            200,
+            b'{"tp_size": 1, "version": "0.5", "custom_weight_loader": 5}',
+            "does not say what it is",
+        ),
         (401, b"who are you", "has answered 401 to /server_info: who are you"),
         (200, b'{"tp_size": 1, "version": "0.5.23"}', "was started without TensorHub's loader"),
     ],
@@ -320,6 +329,24 @@ def serving() -> Iterator[tuple[Sglang, str]]:
         finally:
             its.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '{"error_message": null, "loaded_adapters": ["poet"]}',
+        '{"error_message": null, "loaded_adapters": {"poet": 5}}',
+        '{"error_message": ["no"], "loaded_adapters": {}}',
+        "[" * 10**6,
+    ],
+)
+def test_answers_that_no_server_gives(said: str) -> None:
+    with serving() as (its, url):
+        server = Server(url, timeout_s=20.0)
+        its.answers = dict.fromkeys(("load_lora_adapter", "get_weights_by_name"), (200, said))
+        with pytest.raises(StateError, match="has answered to /load_lora_adapter"):
+            server.adapters("load_lora_adapter", lora_name="poet")
+        assert Report.decode(server.parameter(REPORT)) is None
 
 
 def test_what_a_server_answers() -> None:

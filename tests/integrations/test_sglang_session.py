@@ -7,6 +7,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -71,8 +72,17 @@ def test_what_is_no_error_of_ours() -> None:
     assert "RuntimeError: out of memory" in f"{error}"
 
 
+def test_a_report_with_a_kind_that_is_none() -> None:
+    kind: Any = ["StateError"]
+    assert type(Outcome(kind, "no", "torn").error()) is StateError
+
+
 @pytest.mark.parametrize(
-    "numbers", [None, [], [0.5, 1.0], [300.0], "text", [[1.0]], [123.0, 125.0]]
+    "numbers",
+    [
+        *(None, [], [0.5, 1.0], [300.0], "text", [[1.0]], [123.0, 125.0]),
+        *([float("inf")], [float(ord("["))] * 10**5),
+    ],
 )
 def test_numbers_that_are_no_report(numbers: object) -> None:
     assert Report.decode(numbers) is None

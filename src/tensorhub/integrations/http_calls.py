@@ -35,10 +35,7 @@ class Answer:
     @property
     def fields(self) -> dict[str, Any]:
         """What it says as JSON; ValueError: it is no JSON object."""
-        try:
-            found = json.loads(self.text)
-        except RecursionError as error:
-            raise ValueError("its JSON is too deep") from error
+        found = parsed(self.text)
         if not isinstance(found, dict):
             raise ValueError(f"its JSON is a {type(found).__name__}, and no object")
         return found
@@ -46,6 +43,14 @@ class Answer:
     @property
     def shown(self) -> str:
         return printable(self.text[:TEXT_MAX])
+
+
+def parsed(text: str | bytes) -> Any:
+    """JSON; ValueError: it is none."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("its JSON is too deep") from error
 
 
 def checked_url(url: object, whose: str) -> str:

@@ -30,7 +30,7 @@ from tensorhub.errors import (
 )
 from tensorhub.integrations.adapters import KEPT, SCHEME, named
 from tensorhub.integrations.given import check_info, texts
-from tensorhub.integrations.http_calls import Answer, call, checked_url
+from tensorhub.integrations.http_calls import Answer, call, checked_url, parsed
 from tensorhub.integrations.sglang_session import (
     ASLEEP,
     LOADER,
@@ -48,6 +48,7 @@ from tensorhub.types import VersionInfo
 Tensors = Sequence[tuple[str, torch.Tensor]]
 PAUSES = ("abort", "retract", "in_place", None)
 ALL_OF_DRAFT = "draft.*"  # in `unused`: the draft model keeps its weights
+RANKS_MAX = 4096  # of one engine: each gets a copy of a call
 MARGIN_S = 30.0  # an engine answers so much later than its own deadline, at most
 
 
@@ -94,11 +95,13 @@ class Server:
         answer = self._ask("server_info")
         try:
             info = answer.fields
-            self.ranks, release = int(info["tp_size"]), f"{info['version']}"
-        except (ValueError, KeyError, TypeError) as error:
+            self.ranks = int(info["tp_size"])
+            if not 0 < self.ranks <= RANKS_MAX:
+                raise ValueError
+            self.has_sessions = has_sessions(f"{info['version']}")
+            check_loader(f"{self!r}", info.get("custom_weight_loader"))
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise StateError(f"{self!r} does not say what it is: {answer.shown}") from error
-        check_loader(f"{self!r}", info.get("custom_weight_loader"))
-        self.has_sessions = has_sessions(release)
         self.has_draft = bool(info.get("speculative_algorithm"))
 
     def __repr__(self) -> str:
@@ -126,14 +129,19 @@ class Server:
     def parameter(self, name: str) -> object:
         answer = self._ask("get_weights_by_name", {"name": name, "truncate_size": 0})
         with suppress(ValueError):
-            return json.loads(answer.text) if answer.status == 200 else None
+            return parsed(answer.text) if answer.status == 200 else None
         return None
 
     def adapters(self, name: str, **fields: Any) -> tuple[str, Mapping[str, str]]:
         answer = self._ask(name, fields)
         try:
             said = answer.fields
-            return said["error_message"] or "", said["loaded_adapters"] or {}
+            refused, loaded = said["error_message"] or "", said["loaded_adapters"] or {}
+            if not isinstance(loaded, dict):
+                raise ValueError
+            if not all(isinstance(each, str) for each in (refused, *loaded.values())):
+                raise ValueError
+            return refused, loaded
         except (ValueError, KeyError) as error:
             raise StateError(f"{self!r} has answered to /{name}: {answer.shown}") from error
 

@@ -18,6 +18,7 @@ from typing import Literal, Self
 import torch
 
 from tensorhub.errors import BY_NAME, InvalidValue, Memory, StateError, TensorHubError, shown
+from tensorhub.integrations.http_calls import parsed
 
 Purpose = Literal["update", "check", "join", "show"]
 LOADER = "tensorhub.integrations.sglang.load"
@@ -107,7 +108,7 @@ class Outcome:
         return cls("StateError", f"{type(error).__name__}: {error}", memory)
 
     def error(self) -> TensorHubError:
-        error = BY_NAME.get(self.kind, StateError)(
+        error = BY_NAME.get(f"{self.kind}", StateError)(
             f"{self.text} [the engine's weights are {self.memory}]"
         )
         error.memory = self.memory
@@ -134,10 +135,10 @@ class Report:
     def decode(cls, numbers: object) -> Self | None:
         """None: these numbers are no report."""
         try:
-            said = json.loads(bytes(int(each) for each in numbers))  # type: ignore[attr-defined]
+            said = parsed(bytes(int(each) for each in numbers))  # type: ignore[attr-defined]
             failed = said.pop("failed")
             if failed is not None:
                 failed = Outcome(**{**failed, "differences": tuple(failed["differences"])})
             return cls(**said, failed=failed)
-        except (TypeError, ValueError, AttributeError, KeyError):
+        except (TypeError, ValueError, AttributeError, KeyError, OverflowError):
             return None
