@@ -282,6 +282,7 @@ EVENTS: Final[Mapping[str, Told]] = {
     # adapters
     "engine_excluded": E("warning", "engine failures", "Updates do not wait for it any more."),
     "engine_not_flipped": E("error", "reason", "The engine could not put a version in place."),
+    "engine_not_listed": E("warning", "engine", "It is gone, or goes on with old weights."),
     "engine_not_updated": E("warning", "engine reason", "The next update tries it again."),
     "engine_orders_ended": E("warning", "reason", "The engine's worker of rank 0 has ended."),
     "engine_returned": E("info", "engine", "Updates wait for it again."),

@@ -91,6 +91,8 @@ class Calls(Generic[E]):
         known = {each.engine.name: each for each in (*self._members, *self._left)}
         asked = [name.rstrip("/") for name in names]
         _check_once(asked)
+        for name in sorted(self.names - set(asked)):
+            log.warning("engine_not_listed", engine=name)
         self._members = [known.get(name) or _Member(make(name)) for name in asked]
         left = [each for name, each in known.items() if name not in asked]
         self._left = [each for each in left if each.running and not each.running.done()]
