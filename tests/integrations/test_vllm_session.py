@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -297,3 +299,32 @@ def test_a_slow_call_to_a_server_that_is_not_known_to_be_dead(
 def test_a_misspelt_pause_is_refused_at_once(pause: Any) -> None:
     with pytest.raises(InvalidValue, match=r"pause=.*: give 'abort', 'wait', 'keep' or None"):
         Settings("tcp://10.0.0.1:17337", "actor", pause=pause)
+
+
+def test_a_call_to_ray_actors_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(calls: list[object], timeout: float) -> None:
+        if calls == ["paused", "paused"]:
+            raise TimeoutError(f"{timeout}")
+
+    class Handles:
+        """As vLLM's client has them."""
+
+        def __init__(self) -> None:
+            def answers(what: str) -> Any:
+                return SimpleNamespace(remote=lambda *_, **__: what)
+
+            each = SimpleNamespace(
+                pause_generation=answers("paused"),
+                resume_generation=answers("resumed"),
+                update_weight_version=answers("told"),
+            )
+            self.handles = [each, each]
+
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            pass
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get))
+    session = Session(Handles(), Settings("tcp://a:1", "actor", timeout_s=9.0))
+    with pytest.raises(StateError, match="has not done pause_generation in time") as caught:
+        session.update(INFO)
+    assert str(caught.value.__cause__) == str(9.0 + vllm_session.MARGIN_S)

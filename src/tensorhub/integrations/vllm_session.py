@@ -340,7 +340,7 @@ class _Controls:
 
 
 def _controls(client: Any, init: Settings) -> _Controls:
-    found = _of_client(client)
+    found = _of_client(client, init.timeout_s)
     if found is None and (init.pause is not None or init.resume_torn):
         raise InvalidValue(
             f"client={shown(client)} cannot pause its engine: give it pause_generation(mode=, "
@@ -353,7 +353,7 @@ def _controls(client: Any, init: Settings) -> _Controls:
     return found if init.pause is not None else _Controls(label=found.label)
 
 
-def _of_client(client: Any) -> _Controls | None:
+def _of_client(client: Any, timeout_s: float) -> _Controls | None:
     if all(
         hasattr(client, name)
         for name in ("pause_generation", "resume_generation", "update_weight_version")
@@ -364,15 +364,19 @@ def _of_client(client: Any) -> _Controls | None:
             client.update_weight_version,
         )
     if hasattr(client, "base_url"):
-        return _of_client(HttpClient(client.base_url, client.timeout))
+        return _of_client(HttpClient(client.base_url, client.timeout), timeout_s)
     if hasattr(client, "handles"):
 
         def call(name: str, *given: Any, **arguments: Any) -> None:
             import ray
 
-            ray.get(
-                [getattr(handle, name).remote(*given, **arguments) for handle in client.handles]
-            )
+            calls = [getattr(each, name).remote(*given, **arguments) for each in client.handles]
+            try:
+                ray.get(calls, timeout=timeout_s + MARGIN_S)
+            except TimeoutError as error:
+                raise StateError(
+                    f"{client!r} has not done {name} in time", retryable=True
+                ) from error
 
         return _Controls(
             lambda mode, clear: call("pause_generation", mode=mode, clear_cache=clear),
