@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tensorhub.errors import OperationTimeout
+from tensorhub.errors import IntegrityError, OperationTimeout
 from tensorhub.fs.cache import Cache, Key
 from tensorhub.memory.windows import Windows
 from tests.memory.test_on_demand import CHUNK_BYTES
@@ -56,3 +56,35 @@ def test_a_read_ends_at_its_deadline_though_the_fill_goes_on() -> None:
         cache.read(Key(section, 0), 0, 1, lambda view: None, (), time.monotonic())
     section.may_end.set()
     cache.close()
+
+
+def test_a_window_that_cannot_be_filled_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    section, cache, given_back = Section(), Cache(8 * CHUNK_BYTES), list[int]()
+    monkeypatch.setattr(section, "fill", _fails)
+    monkeypatch.setattr(section.windows, "give_back", given_back.append)
+    for _ in range(2):
+        with pytest.raises(IntegrityError):
+            _read(cache, Key(section, 1))
+    assert given_back == [1, 1]
+    assert cache.nbytes == 0
+    cache.close()
+
+
+def test_the_window_that_was_read_longest_ago_makes_room() -> None:
+    section, cache = Section(), Cache(2 * CHUNK_BYTES)
+    section.may_end.set()
+    zero, one, two = (Key(section, number) for number in range(3))
+    for each in (zero, one, zero, two):
+        _read(cache, each)
+    assert [cache.holds(each) for each in (zero, one, two)] == [True, False, True]
+    cache.close()
+
+
+def _read(cache: Cache, key: Key) -> None:
+    window = key.section.windows.windows[key.number]
+    deadline = time.monotonic() + WAIT_S
+    cache.read(key, window.start, window.stop, lambda view: None, (), deadline)
+
+
+def _fails(number: int) -> None:
+    raise IntegrityError("broken")

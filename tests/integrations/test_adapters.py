@@ -63,6 +63,7 @@ def test_names() -> None:
         "tensorhub:poet@-1",
         "tensorhub:@",
         f"tensorhub:poet@{'9' * 5000}",
+        "tensorhub:poet@\u00b2",
     ):
         with pytest.raises(InvalidValue, match="give tensorhub:MODEL@VERSION"):
             named(wrong)

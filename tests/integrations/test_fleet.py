@@ -258,7 +258,10 @@ def transfer(
     monkeypatch.setattr("tensorhub.integrations.trl.installed_version", lambda name: "1.16.0")
     with joined() as (coordinator, hub):
         made = WeightTransfer(
-            address=coordinator.address, servers=[each.url for each in servers], timeout_s=WAIT_S
+            address=coordinator.address,
+            servers=[each.url for each in servers],
+            host_memory_bytes=2**20,
+            timeout_s=WAIT_S,
         )
         made.init_weight_transfer()
         yield made, hub
@@ -290,6 +293,7 @@ def test_trls_trainer_updates_several_vllm_servers(
     for each in servers:
         assert each.calls == ["tensorhub_join", *UPDATE]
         replicas.add(each.bodies[1]["kwargs"]["replica"])
+        assert each.bodies[1]["kwargs"]["host_memory_bytes"] == 2**20
         assert [body.get("kwargs") for body in each.bodies[2:5:2]] == [{"version": 1}] * 2
     assert len(replicas) == 2
 
@@ -343,6 +347,16 @@ def test_a_server_is_resumed_unless_its_weights_may_be_torn(
     assert (servers[0].calls[-1] == "resume") is whole
     assert ("update_weight_version" in servers[0].calls) is not whole
     assert servers[1].calls[-1] == "resume"
+
+
+def test_a_server_keeps_its_cache_where_the_trainer_says_so(servers: list[FakeVllm]) -> None:
+    client = HttpClient(servers[0].url)
+    for clear_cache in (True, False):
+        client.pause_generation(mode="wait", clear_cache=clear_cache)
+    assert servers[0].calls == [
+        "pause?mode=wait&clear_cache=true",
+        "pause?mode=wait&clear_cache=false",
+    ]
 
 
 def test_servers_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from tensorhub.integrations import sglang, sglang_server, vllm_session
 from tensorhub.integrations.checkpoint_engine import Exchange
 from tensorhub.integrations.engine_feed import EngineFeed
 from tensorhub.integrations.fleet import Fleet
-from tensorhub.integrations.given import bounded, wrapped
+from tensorhub.integrations.given import bounded, texts, wrapped
 from tensorhub.integrations.one_version_trainer import OneVersion
 from tensorhub.integrations.trl import RolloutWeights
 from tests.integrations.test_sglang_server import Engine
@@ -48,6 +48,12 @@ def test_one_text_is_no_list_of_texts(call: Callable[[Any], object], given: Any)
     """Its letters would be patterns, or engines."""
     with pytest.raises(InvalidType, match=r"=(b?'\*x\*'|5): give a list, as \["):
         call(given)
+
+
+def test_a_list_of_texts_has_texts_alone() -> None:
+    assert texts("ignored", ["*x*"], "*mtp*") == ("*x*",)
+    with pytest.raises(InvalidType, match=r"ignored=\['\*x\*', 5\]: give a list"):
+        texts("ignored", ["*x*", 5], "*mtp*")
 
 
 @pytest.mark.parametrize(

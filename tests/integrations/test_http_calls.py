@@ -186,8 +186,11 @@ class Called:
     def __init__(self) -> None:
         self.version: int | None = 3
         self.calls: list[tuple[object, ...]] = []
+        self.fault: Exception | None = None
 
     def stage(self, attempt: int) -> None:
+        if self.fault is not None:
+            raise self.fault
         self.calls.append(("stage", attempt))
 
     def flip(self, attempt: int) -> None:
@@ -263,6 +266,16 @@ def test_calls_that_no_trainer_makes(listener: Listener, engine: Called, text: b
     assert b" 200 " not in sends(listener, text)
     assert engine.calls == []
     assert Remote(listener.url, TOKEN).version == 3
+
+
+def test_calls_that_fail_keep_no_later_one_away(listener: Listener, engine: Called) -> None:
+    engine.fault = StateError("not now")
+    for _ in range(CONNECTIONS_MAX + 1):
+        with pytest.raises(StateError, match="not now"):
+            Remote(listener.url, TOKEN, WAIT_S, TERMS).stage(5)
+    engine.fault = None
+    Remote(listener.url, TOKEN, WAIT_S, TERMS).stage(5)
+    assert engine.calls == [("stage", 5)]
 
 
 @pytest.mark.parametrize("begun", [b"", b"G", b"POST /stage HTTP/1.0\r\nX: y\r\n"])

@@ -91,11 +91,12 @@ def test_a_reader_of_an_earlier_trainer_does_not_count(hub: sync.Hub) -> None:
         send(sender, 3)
 
 
-def test_the_trainers_own_ranks_are_no_readers(hub: sync.Hub) -> None:
-    """They wait for each other by an update, which reads nothing."""
-    weights = hub.register("actor", tensors(), group="trainer")
-    weights.publish(1)
-    weights.update(1)
+def test_what_a_trainer_itself_has_read_counts_for_no_reader(hub: sync.Hub) -> None:
+    """As where it took over another one's weights."""
+    before = hub.register("actor", tensors())
+    before.publish(1)
+    hub.register("actor", tensors(), group="trainer").update(1)
+    before.close()
     with pytest.raises(StateError, match="nothing reads 'actor': version 1"):
         readers.Readers(hub, "actor", "trainer", are_optional=False).check(1, 0.2)
 

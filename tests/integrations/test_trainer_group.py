@@ -61,6 +61,7 @@ def test_a_trainer_that_lives_is_named_after_the_lease_or_the_timeout(
     ):
         Trainer(SOURCE, [], address, timeout_s=timeout_s)
     assert "less than 0.5 s ago" in str(error.value)
+    assert error.value.retryable
     wanted = min(timeout_s, 2 * LEASE_S)
     assert wanted <= waited <= wanted + 2 * trainer_group.RETRY_S
 

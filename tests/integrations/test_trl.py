@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tensorhub.errors import (
     StateError,
     VersionUnavailable,
 )
+from tensorhub.integrations import trl
 from tensorhub.integrations.trl import RolloutWeights, WeightTransfer
 from tests.rig import library_threads
 
@@ -150,6 +152,19 @@ def test_a_version_that_does_not_come_is_waited_for_until_the_deadline(
     assert weights.version == 0
     transfer.send_weights(sent(2.0))
     assert weights.refresh() == 2
+
+
+def test_what_a_refresh_has_used_of_its_seconds_is_waited_for_no_second_time(
+    transfer: WeightTransfer, rollout: Rollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = rollout(Policy(), timeout_s=20.0)
+    transfer.send_weights(sent(1.0))
+    assert weights.refresh() == 1
+    weights.update_model_version(2)
+    seconds = iter((0.0, 19.9))
+    monkeypatch.setattr(trl, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    with pytest.raises(VersionUnavailable, match=r"waited 0"):
+        weights.refresh()
 
 
 def test_a_policy_that_cannot_be_registered_yet(transfer: WeightTransfer, rollout: Rollout) -> None:
