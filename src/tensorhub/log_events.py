@@ -304,6 +304,12 @@ EVENTS: Final[Mapping[str, Told]] = {
     "vllm_first_load_unknown": E(
         "warning", "reason", "Each element of each parameter has to be published, therefore."
     ),
+    "vllm_started_unpublished": E(
+        "warning",
+        "model",
+        "No version is published under that name: the engine serves the weights of its own load "
+        "until one is.",
+    ),
     "vllm_started": E("info", "model version", "The engine started with that version."),
     "vllm_plan": E(
         "info", "computed in_place loaded model processed unread", "How tensors are filled."

@@ -177,6 +177,17 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(place, name, getattr(place, name))
 
 
+def test_the_command_without_an_address_ends_before_ray_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tensorhub.integrations import openrlhf
+
+    monkeypatch.delenv("TENSORHUB_ADDRESS", raising=False)
+    monkeypatch.setattr(sys, "argv", ["openrlhf"])
+    with pytest.raises(InvalidValue, match="set TENSORHUB_ADDRESS"):
+        openrlhf.main()
+
+
 def test_the_command_has_openrlhfs_arguments(
     restored: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

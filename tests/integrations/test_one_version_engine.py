@@ -110,6 +110,7 @@ def test_a_module_points_at_each_version_and_at_the_old_one_where_another_engine
     monkeypatch.setattr(other._slots, "put", fails)
     with pytest.raises(StateError, match="no engine has taken version 2") as error:
         trainer.update(rig.publish(2))
+    assert "the graph cannot be captured" in f"{error.value}"
     assert "the graph cannot be captured" in "".join(error.value.__notes__)
     assert rig.serve() == [(1, {1.0}), (1, {1.0})]
     monkeypatch.undo()
@@ -117,6 +118,12 @@ def test_a_module_points_at_each_version_and_at_the_old_one_where_another_engine
     assert rig.serve() == [(3, {3.0}), (3, {3.0})]
     one.settle(0, False)  # a late call changes nothing
     assert rig.serve() == [(3, {3.0}), (3, {3.0})]
+
+
+def test_no_engine_is_told_from_engines_that_failed(rig: Rig) -> None:
+    trainer = rig.trainer()
+    with pytest.raises(StateError, match="there is no engine of 'actor': start one"):
+        trainer.update(rig.publish(1))
 
 
 @pytest.mark.parametrize("call", ["stage", "flip", "settle"])

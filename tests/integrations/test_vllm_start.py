@@ -61,8 +61,12 @@ class Worker:
         self.calls.append(("one version", address, model, host, token))
 
 
-def test_an_engine_is_found_from_its_start_until_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one of its workers, which looks after it."""
+def test_an_engine_is_found_from_its_start_until_it_leaves(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By one of its workers, which looks after it. That nothing is published yet is told: perhaps
+    the model's name is misspelt.
+    """
     with sync.serve(token="", options=OPTIONS) as coordinator:
         monkeypatch.setenv("TENSORHUB_ADDRESS", coordinator.address)
         monkeypatch.setenv("TENSORHUB_MODEL", "actor")
@@ -73,6 +77,7 @@ def test_an_engine_is_found_from_its_start_until_it_leaves(monkeypatch: pytest.M
             assert announced(hub, "actor", SERVERS) == []
             vllm_start.start(workers[0])
             assert announced(hub, "actor", SERVERS) == [URL]
+            assert "vllm_started_unpublished" in caplog.text
             (thread,) = [
                 each for each in threading.enumerate() if each.name == "tensorhub-announced"
             ]

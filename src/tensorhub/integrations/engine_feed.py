@@ -60,6 +60,7 @@ class EngineFeed:
 
 
 def exchange(**settings: Any) -> Exchange:
+    """Raises InvalidValue: there is no address. Commands call it before they wait for Ray."""
     made = Exchange(host="127.0.0.1", **settings)
     if not made.has_address:
         raise InvalidValue(

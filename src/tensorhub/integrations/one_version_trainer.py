@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from tensorhub import sync
-from tensorhub.errors import InvalidValue, StateError, VersionConflict, text_of
+from tensorhub.errors import InvalidValue, StateError, VersionConflict, some, text_of
 from tensorhub.integrations.announced import SEATS, announced
 from tensorhub.integrations.fleet import Calls, FleetReport
 from tensorhub.integrations.given import check_info, texts
@@ -101,13 +101,19 @@ class OneVersion:
         self._gone = before - names
         updated = self._carry_out(steps(first, sorted(names), self._attempts_max))
         if not updated:
-            error = StateError(
+            reasons = [f"{name}: {text_of(each)}" for name, each in self._errors.items()]
+            text = (
                 f"no engine has taken version {info.version} of {info.model!r}; those that serve "
-                f"have the version before",
-                retryable=True,
+                f"have the version before"
+                if names
+                else f"there is no engine of {info.model!r}: start one with this coordinator, and "
+                f"this model"
             )
-            for name, each in self._errors.items():
-                error.add_note(f"{name}: {text_of(each)}")
+            if reasons:
+                text += f" ({some(reasons, '; ', most=1)})"
+            error = StateError(text, retryable=True)
+            for reason in reasons:
+                error.add_note(reason)
             raise error
         left = {name: each for name, each in self._errors.items() if name not in updated}
         behind = tuple(sorted(names - updated))

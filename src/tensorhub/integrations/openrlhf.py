@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import runpy
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import version
@@ -22,7 +23,7 @@ import torch
 from openrlhf.trainer.ray import ppo_actor, vllm_engine
 
 from tensorhub.errors import StateError
-from tensorhub.integrations.engine_feed import EXTENSION, EngineFeed, send
+from tensorhub.integrations.engine_feed import EXTENSION, EngineFeed, exchange, send
 from tensorhub.integrations.releases import check_calls, check_release
 from tensorhub.integrations.vllm_session import MARGIN_S
 
@@ -118,6 +119,8 @@ def _probe() -> None:
 
 
 def main() -> None:
+    if {"-h", "--help"}.isdisjoint(sys.argv):
+        exchange()
     install()
     runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)
 

@@ -18,7 +18,7 @@ import torch.distributed
 from skyrl.backends.skyrl_train.weight_sync import WeightChunk, WeightTransferSender
 from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase
 
-from tensorhub.integrations.engine_feed import EXTENSION, EngineFeed, send
+from tensorhub.integrations.engine_feed import EXTENSION, EngineFeed, exchange, send
 from tensorhub.integrations.releases import check_calls, check_release
 
 SUPPORTED = ("0.3",)
@@ -91,5 +91,6 @@ def main() -> None:
     given = [each for each in sys.argv[1:] if not each.startswith(ENTRYPOINT)]
     cfg = SkyRLTrainConfig.from_cli_overrides(given)
     validate_cfg(cfg)
+    exchange()
     initialize_ray(cfg)
     ray.get(ray.remote(num_cpus=1)(_run).remote(cfg))

@@ -79,7 +79,10 @@ def start(worker: Any) -> None:
         worker.tensorhub_one_version(address, model, host, token=os.environ.get(FLEET_TOKEN))
         return
     state = worker.tensorhub_start(address, model)
-    log.info("vllm_started", model=model, version=state["version"])
+    if (version := state["version"]) is None:
+        log.warning("vllm_started_unpublished", model=model)
+    else:
+        log.info("vllm_started", model=model, version=version)
     if (url := os.environ.get(URL)) and worker.vllm_config.parallel_config.rank == 0:
         # not the connection of updates, which ends where a trainer has other settings
         hub = sync.connect(address, name=url)

@@ -8,6 +8,7 @@ cut off from its store for long steps down before its lease is over.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from math import inf
 
@@ -21,6 +22,7 @@ from tensorhub.testing.sim.terms import Deposed, Term
 from tensorhub.testing.sim.world import World
 
 PARTED = 0.4  # of the workers have lost their connection when another one leads
+CHECKED_EVERY = 4  # steps
 NOTICES_S = 0.2  # at most: from waking up until it has looked at its clock by itself
 
 
@@ -35,6 +37,7 @@ class CoordinatorProcess:
         self._faults = faults
         self._died = died
         self._dies = False  # in the midst of what it has to do
+        self._steps = Counter[bool]()  # those that only renew a lease, and the others
         world.term.party = timeline.coordinator
 
     # -- its steps
@@ -60,9 +63,13 @@ class CoordinatorProcess:
     def stepped(self, term: Term) -> None:
         """A step is over."""
         core = term.core
-        core.check_touched()
-        if any(not isinstance(about, Worker) for about in core.cluster.noted):
-            core.check_waits()  # what only renews leases lets no call go on
+        renews = all(isinstance(about, Worker) for about in core.cluster.noted)
+        self._steps[renews] += 1
+        # a step that only renews a lease changes nothing else, and lets no call go on
+        if not renews or self._steps[renews] % CHECKED_EVERY == 0:
+            core.check_touched()
+        if not renews and self._steps[renews] % CHECKED_EVERY == 0:
+            core.check_waits()  # a call that nothing wakes still waits then
         if self._dies:
             self._dies = False
             self._faults.was_cut_short()
