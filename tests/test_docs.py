@@ -81,9 +81,9 @@ def test_each_release_of_a_framework_was_tested_by_the_command_that_is_named() -
     page = (DOCS / "frameworks.md").read_text(encoding="utf-8")
     table = page.partition("\n\nAll ran")[0]
     told = dict(re.findall(r"`([\w.-]+)` (?:transformers )?(\d[\w.]*)", table))
-    assert told.keys() == RECIPES.keys()
     ran = {each["command"].partition("=")[2]: each for each in runs()}
-    for name in sorted(ran):
+    assert told.keys() == RECIPES.keys() == ran.keys()
+    for name in sorted(told):
         tested = ran[name]["releases"].split()
         assert tested[:-1] == RECIPES[name].releases, f"run: python -m tests.frameworks {name}"
         assert tested[0].endswith(f"=={told[name]}")

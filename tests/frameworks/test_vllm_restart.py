@@ -73,6 +73,9 @@ def test_an_engine_starts_from_the_host_memory_of_its_machine(
                     assert "version 7" in seed.stdout.readline()
                 from vllm import LLM
 
+                from tensorhub.integrations import vllm_start
+
+                vllm_start.watch()  # an earlier test may have loaded the plug-in
                 llm = LLM(model=path, worker_extension_cls=EXTENSION, **vllm_cpu.ENGINE)
                 (state,) = llm.collective_rpc("tensorhub_state")
                 assert (state["version"], state["is_torn"]) == (7, False)
