@@ -155,6 +155,24 @@ def test_an_excluded_engine_is_not_waited_for(
     assert (report.done, report.failed, report.excluded) == (("a", "b"), {}, ("c",))
 
 
+def test_an_excluded_engine_that_succeeds_late_is_waited_for_again(
+    engines: list[FakeEngine], fleet: Callable[..., Fleet]
+) -> None:
+    its = fleet(failures_max=1)
+    engines[2].fault = StateError("it is gone")
+    assert its.update(info(1)).excluded == ("c",)
+    engines[2].fault = None
+    engines[2].gate.clear()
+    its.update(info(2))
+    late = its._members[2].running
+    assert late is not None
+    engines[2].gate.set()
+    late.result(WAIT_S)
+    engines[2].gate.clear()
+    its._timeout_s = 0.5
+    assert isinstance(its.update(info(3)).failed["c"], OperationTimeout)
+
+
 def test_a_check_that_one_engine_fails(
     engines: list[FakeEngine], fleet: Callable[..., Fleet]
 ) -> None:

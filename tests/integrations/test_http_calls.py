@@ -96,7 +96,13 @@ def test_a_server_that_is_no_engine(rogue: Rogue, call: str, body: bytes) -> Non
 @pytest.mark.parametrize("call", ["stage", "update", "check"])
 @pytest.mark.parametrize(
     "said",
-    [{}, {"results": []}, {"results": [None]}, {"results": [{"version": 4}, {"version": "5"}]}],
+    [
+        {},
+        {"results": []},
+        {"results": [None]},
+        {"results": [{"version": 4}, {"version": "5"}]},
+        {"done": "stage", "attempt": 4, "terms": {}},
+    ],
     ids=json.dumps,
 )
 def test_an_ok_of_an_engine_that_has_not_done_it(

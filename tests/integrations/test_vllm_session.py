@@ -204,7 +204,9 @@ def test_what_the_workers_of_an_engine_are_asked() -> None:
     ]
 
 
-@pytest.mark.parametrize("said", [[], None, [None], [{}], [{"version": 7}, {"version": 6}]])
+@pytest.mark.parametrize(
+    "said", [[], None, [None], [{}], [{"version": 7}, {"version": 6}], [{"version": 8}]]
+)
 def test_a_worker_that_does_not_say_that_it_has_the_version(said: Any) -> None:
     session = Session(ExtensionClient(Engine(update=said)), Settings("tcp://a:1", "actor"))
     with pytest.raises(StateError, match=r"does not say that it has version 7|called no worker"):

@@ -1,0 +1,184 @@
+"""Engines and records of a fleet with one version in this process: what a seat may serve, and what
+of a record is known after a fault.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tensorhub import sync
+from tensorhub.errors import InvalidValue, OperationTimeout, StateError
+from tensorhub.integrations import one_version_engine
+from tensorhub.integrations.one_version import ATTEMPTS
+from tensorhub.integrations.one_version_engine import Engine
+from tensorhub.integrations.one_version_records import KEPT, RecordLog
+from tensorhub.integrations.one_version_trainer import OneVersion
+from tensorhub.runtime.clock import boot_time
+from tests.integrations.fleet_actor import Policy, values
+from tests.integrations.test_one_version_engine import LEASE_S, WAIT_S, Rig, _refuses, rig
+
+__all__ = ["rig"]
+
+
+def test_a_coordinator_that_restarts_after_the_trainer_has_gone(tmp_path: Path) -> None:
+    """The commit is known, though the records' holder is not there any more."""
+    first = sync.serve(token="", state_dir=tmp_path)
+    port = int(first.address.rpartition(":")[2])
+    with sync.connect(first.address) as hub:
+        its = Engine(hub, "actor", Policy(8), lease_s=LEASE_S, timeout_s=WAIT_S)
+        with sync.connect(first.address) as others:
+            weights = others.register("actor", values(8, 1.0))
+            trainer = OneVersion(others, "actor", lease_s=LEASE_S, timeout_s=WAIT_S)
+            for version in (1, 2):
+                trainer.update(weights.publish(version))
+                weights.unpublish()
+            trainer.close()
+        first.close()
+        with sync.serve(port=port, token="", state_dir=tmp_path):
+            log = RecordLog(hub, "actor", WAIT_S)
+            assert log.read().current == 2
+            asked_at = boot_time()
+            while its.seat.lease_until < asked_at + LEASE_S:  # until it has read them, too
+                assert boot_time() < asked_at + WAIT_S
+                time.sleep(0.01)
+            assert its.version == 2
+            its.close()
+
+
+def test_an_engine_that_is_not_listed_serves_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer would not ask it, nor wait for its lease."""
+    its = rig.engine()
+    rig.trainer().update(rig.publish(1))
+    its.wait_until_served(WAIT_S)
+    close = its._announced.close
+    unlisted = SimpleNamespace(renew=lambda timeout_s: None, is_known=False, close=close)
+    monkeypatch.setattr(its, "_announced", unlisted)
+    until = time.monotonic() + WAIT_S
+    while its.version is not None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_an_engine_that_flips_puts_no_other_version_in_place(rig: Rig) -> None:
+    """A poll from before the flip found it behind, and goes on after it."""
+    its = rig.engine(decide_s=WAIT_S)
+    rig.trainer().update(rig.publish(1))
+    its.wait_until_served(WAIT_S)
+    rig.publish(2)
+    its.stage(2 * ATTEMPTS)
+    its.lost()
+    its.flip(2 * ATTEMPTS)
+    its._catch_up(1)
+    assert RecordLog(rig.hub, "actor", WAIT_S).decide(2 * ATTEMPTS, is_commit=True)
+    its.settle(2 * ATTEMPTS, is_commit=True)
+    assert rig.serve() == [(2, {2.0})]
+
+
+def test_an_engine_that_stages_takes_no_other_version_meanwhile(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    its = rig.engine()
+    rig.trainer().update(rig.publish(1))
+    its.wait_until_served(WAIT_S)
+    rig.publish(2)
+    fill, has_begun, may_go_on = its._slots.fill, threading.Event(), threading.Event()
+
+    def slow(slot: int, version: int) -> None:
+        has_begun.set()
+        assert may_go_on.wait(WAIT_S)
+        fill(slot, version)
+
+    monkeypatch.setattr(its._slots, "fill", slow)
+    with ThreadPoolExecutor(1) as thread:
+        staged = thread.submit(its.stage, 2 * ATTEMPTS)
+        assert has_begun.wait(WAIT_S)
+        its._catch_up(2)
+        may_go_on.set()
+        staged.result()
+    assert its._slots.holding(2) == its._staged != its._current
+
+
+def test_an_engine_that_cannot_start_leaves_its_port_and_its_memory(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StateError, match=f"port={port}"):
+            rig.engine(port=port)
+    with monkeypatch.context() as broken:
+        broken.setattr(one_version_engine, "announce", _refuses)
+        with pytest.raises(StateError, match="it does not flip"):
+            rig.engine(port=port)
+    assert [each.summary.groups for each in rig.hub.describe() if each.summary] in ([], [0])
+    assert rig.engine(port=port).url.endswith(f":{port}")
+    rig.policies[:-1] = []
+
+
+def test_of_two_decisions_the_first_one_counts(rig: Rig) -> None:
+    one, other = (RecordLog(rig.hub, "actor", WAIT_S) for _ in range(2))
+    for attempt, first in ((5, False), (6, True)):
+        assert one.fence(attempt)
+        assert one.decide(attempt, first) is first
+        assert other.decide(attempt, not first) is first
+        assert not other.fence(attempt)
+
+
+def test_records_whose_answers_are_lost_leave_nothing_registered(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, publish = RecordLog(rig.hub, "actor", WAIT_S), sync.Weights.publish
+
+    def loses(weights: sync.Weights, *given: Any) -> None:
+        publish(weights, *given)
+        raise OperationTimeout("the answer is lost")
+
+    monkeypatch.setattr(sync.Weights, "publish", loses)
+    for attempt in range(4 * KEPT):
+        with pytest.raises(OperationTimeout):
+            log.fence(attempt)
+    assert log.read().fence == 4 * KEPT - 1
+    (summary,) = [each.summary for each in rig.hub.describe() if each.summary]
+    assert summary.groups <= KEPT + 2
+
+
+def test_what_an_engine_has_said_before_counts_no_more(rig: Rig) -> None:
+    """One with a longer lease stops an update, and none after it is gone."""
+    rig.engine()
+    trainer = rig.trainer(servers=None)
+    trainer.update(rig.publish(1))
+    rig.engine(lease_s=2 * LEASE_S).wait_until_served(WAIT_S)
+    with pytest.raises(InvalidValue, match=r"and this engine .*'lease_s': 1\.0"):
+        trainer.update(rig.publish(2))
+    rig.engines.pop().close()
+    rig.policies.pop()
+    trainer.update(rig.publish(3))
+    assert rig.serve() == [(3, {3.0})]
+
+
+def test_a_flip_begins_when_the_last_use_ends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not when the engine next looks at the records."""
+    its = rig.engine(decide_s=4 * WAIT_S)
+    rig.trainer().update(rig.publish(1))
+    its.wait_until_served(WAIT_S)
+    rig.publish(2)
+    its.stage(2 * ATTEMPTS)
+    poll = its._poll
+    with ThreadPoolExecutor(1) as thread, its.use(WAIT_S):
+        monkeypatch.setattr(its, "_poll", lambda: None)
+        flipped = thread.submit(its.flip, 2 * ATTEMPTS)
+        with its._lock:
+            assert its._lock.wait_for(lambda: its._is_flipped(2 * ATTEMPTS), WAIT_S)
+    flipped.result(WAIT_S)
+    its.settle(2 * ATTEMPTS, is_commit=False)
+    monkeypatch.setattr(its, "_poll", poll)
+    assert rig.serve() == [(1, {1.0})]
