@@ -49,6 +49,8 @@ CLOCKS_DRAWN = 0.2  # of all seeds: the coordinator's clock drifts
 CLOCK_RATES = (0.8, 1.4)
 WORKERS_CLOCKS_DRAWN = 0.2  # of all seeds without an archive: each worker's clock drifts
 WORKERS_CLOCK_RATES = (0.75, 1.05)
+LARGE_DRAWN = 0.005  # of all seeds with one layout and no archive: groups of one of these sizes
+LARGE_GROUPS = (16, 32, 64)
 ASKED_BEFORE_S = 3.0  # things still go wrong, while fills run that have to end well
 
 
@@ -114,6 +116,9 @@ class SimulatedCluster(TimedCluster):
             self.users.clock_rate = lambda name: Random(f"clock of {name}, {seed}").uniform(
                 *WORKERS_CLOCK_RATES
             )
+        large = Random(f"large groups {seed}")
+        if large.random() < LARGE_DRAWN and not (layouts or archive):
+            self.users.world_size = large.choice(LARGE_GROUPS)
         self.users.differed = lambda: self.injector.happens(Fault.DIFFER)
         self.users.lacks_versions = self._lacks_versions
         self.populate(self.users)

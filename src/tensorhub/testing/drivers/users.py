@@ -106,6 +106,7 @@ class Users(StruckUsers):
         self.lacks_versions: Callable[[], bool] = lambda: False
         # of the clock of the worker with that name
         self.clock_rate: Callable[[str], float] = lambda name: 1.0
+        self.world_size = 0  # of groups; 0: as it is drawn
         self.groups: list[UserGroup] = []
         self.published: set[str] = set()  # content ids of versions whose publish has returned
         self.next_version = 1
@@ -143,10 +144,11 @@ class Users(StruckUsers):
     def begin(self) -> None:
         """Start the processes of all users."""
         random = self._random
-        world_size = random.choice((1, 1, 1, 2, 2, 3, LARGE_GROUP))
+        drawn = random.choice((1, 1, 1, 2, 2, 3, LARGE_GROUP))
+        world_size = self.world_size or drawn
         if self._layouts:
             self._lay_out(self._layouts[0].rows)
-        for number in range(3 if world_size == LARGE_GROUP else random.randint(3, 5)):
+        for number in range(3 if world_size >= LARGE_GROUP else random.randint(3, 5)):
             odd = random.random() < 0.04
             group = UserGroup(f"g{number}", world_size + odd, random.random() < 0.15)
             if self._models is not None:

@@ -44,8 +44,9 @@ class Explained:
         clock_rate: float = 1.0,
     ) -> None:
         """A rank's call has taken so long. Parts add up; and of a commit the explanation is as long
-        as the longest call that has ended, or in a large group some call, unless a rank has left
-        before. `clock_rate`: of the coordinator's clock, by which some of its parts are.
+        as the longest call that has ended, or in a large group some call once all have ended,
+        unless a rank has left before. `clock_rate`: of the coordinator's clock, by which some of
+        its parts are.
         """
         if not committed:
             self._left.add(key)
@@ -74,10 +75,13 @@ class Explained:
         )
         model = core.cluster.models.get(key.model)
         group = model.groups.get(key.group) if model is not None else None  # it may have left
-        is_small = group is not None and group.world_size <= RANKS_KEPT
-        expected = [max(walls)] if is_small else walls
+        size = group.world_size if group is not None else math.inf
+        expected = [max(walls)] if size <= RANKS_KEPT else walls
+        # until then the coordinator may know another rank's time only from what it has heard of it
+        is_early = size > RANKS_KEPT and len(walls) < size
         demand(
             key in self._left
+            or is_early
             or any(_is_about(found.seconds, wall, clock_rate) for wall in expected),
             "seconds: {} does not take the {} s of its longest call",
             found,
