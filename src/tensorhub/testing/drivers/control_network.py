@@ -273,6 +273,8 @@ class ControlNetwork:
         now, partitions = self._timeline.now, self._timeline.partitions
         if party is not self._timeline.coordinator and party.stopped_until > now:
             return False
+        if self._faults.lacks_descriptors(worker.name, party.name):
+            return False
         return party.alive and partitions.apart_until(worker.name, party.name) <= now
 
     def connect_again(self, worker: SimWorker) -> None:

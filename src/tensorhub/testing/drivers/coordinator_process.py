@@ -122,7 +122,13 @@ class CoordinatorProcess:
                 world.note(f"the store fails: {show(persist.entry)}")
                 world.step(PersistFailed(record, "disk full"), term)
                 return
+            is_durable = self._faults.store_doubts()
             try:
+                if is_durable is not None:
+                    if is_durable:
+                        world.keep(persist.entry, term)
+                    self._is_in_doubt(term)
+                    return
                 world.keep(persist.entry, term)
             except Deposed as error:
                 world.took("deposed: a write was refused")
@@ -143,6 +149,13 @@ class CoordinatorProcess:
         self._timeline.at(term.stored_at, term.party, self._stored, persist, term)
         for each in [each for each in term.unstored.values() if each is not persist]:
             self.to_be_stored(each, term)  # in their order, after that
+
+    def _is_in_doubt(self, term: Term) -> None:
+        """A write has failed, and may be durable: another term finds out."""
+        self.step_down(term, "whether its store has the last write is unknown")
+        if term is self._world.term:
+            down_s = self._timeline.random.choice((0.01, 0.3, 3.0))
+            self._timeline.after(down_s, None, self._lead, term, False)
 
     # -- its end
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from random import Random
 
+from tensorhub.errors import StateError
 from tensorhub.model.accesses import Access, Refusal
 from tensorhub.runtime.data.acceptor import PATIENCE_S
 from tensorhub.testing.drivers.injecting import Injector
@@ -75,7 +76,14 @@ class DataNetwork:
         if lane.is_cut:
             lane.end()
             return
-        blocked = max(self._blocked(lane, asks=True), self._blocked(lane, asks=False))
+        if self._faults.lacks_descriptors(lane.reader.worker.name):
+            self._cannot_open(lane)
+            return
+        blocked = max(
+            self._blocked(lane, asks=True),
+            self._blocked(lane, asks=False),
+            self._faults.lacks_descriptors(lane.grant.source),
+        )
         if blocked:
             gives_up = timeline.now + self._world.options.connect_timeout_s
             if blocked < gives_up:
@@ -90,6 +98,14 @@ class DataNetwork:
         lane.is_open = True
         lane.heard_at = timeline.now
         self._feed(lane)
+
+    def _cannot_open(self, lane: SimLane) -> None:
+        """That is the reader's own fault, and ends its fill."""
+        reader, is_over = lane.reader, lane.reading.over
+        lane.end()
+        if not is_over and lane.reading is reader.pull:
+            error = StateError("this process has too many files open", retryable=True)
+            reader.apply(reader.member.pull_failed(error, reader.worker.now))
 
     def _fail(self, lane: SimLane, reason: str) -> None:
         """The reader's thread meets a failure, and ends."""

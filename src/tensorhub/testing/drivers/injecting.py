@@ -122,6 +122,8 @@ class Injector:
         self._stalled: dict[str, float] = {}  # sources that send nothing, and until when
         self._for_lanes: list[Fault] = []  # STALL and SLOW that strike the next reads
         self._jumps_again_at: dict[SimWorker, float] = {}
+        self._doubts = False  # nothing tells whether the next write is durable
+        self._no_descriptors: dict[str, float] = {}  # in which process, and until when
 
     def __repr__(self) -> str:
         return f"<Injector {dict(self.happened)}>"
@@ -160,6 +162,8 @@ class Injector:
         self.is_over = True
         self.slow_store_until = self.failing_store_until = self.late_tails_until = 0.0
         self._unsure_until = 0.0
+        self._doubts = False
+        self._no_descriptors.clear()
         self.doubles_left = 0
         self._garbled.clear()
         self._ambushes.clear()
@@ -210,6 +214,24 @@ class Injector:
             return 0.0
         self.happens(Fault.STORE_UNSURE)
         return self._random.choice(LONG_S)
+
+    def store_doubts(self) -> bool | None:
+        """Whether this write, which has failed, is durable; None: it has not failed."""
+        if not self._doubts:
+            return None
+        self._doubts = False
+        self.happens(Fault.STORE_DOUBT)
+        return self._random.random() < 0.7
+
+    def lacks_descriptors(self, *names: str) -> float:
+        """Until when some of these can open no connection; 0: all can."""
+        if not self._no_descriptors:
+            return 0.0
+        until = max(self._no_descriptors.get(name, 0.0) for name in names)
+        if until <= self._timeline.now:
+            return 0.0
+        self.happens(Fault.DESCRIPTORS)
+        return until
 
     def link_lost(self, link: Link) -> None:
         """Its worker's end is gone: what it has said may come late."""
@@ -411,6 +433,9 @@ class Injector:
                 return False
             case Fault.STORE_UNSURE:
                 self._unsure_until = now + random.choice(LONG_S)
+                return False
+            case Fault.STORE_DOUBT:
+                self._doubts = True
                 return False
             case Fault.FAILOVER:
                 return self._crash_coordinator(lost=False, lease_s=self._standby_s)
@@ -633,6 +658,10 @@ class Injector:
                 party.stopped_until = until
             case Fault.PREEMPT:
                 return self.users.preempt(worker)
+            case Fault.DESCRIPTORS:
+                name = random.choice((worker.name, worker.name, self._leader))
+                self._no_descriptors[name] = now + random.choice(LONG_S)
+                return False
             case Fault.CLOCK:
                 return self._strike_clock(worker)
             case _:

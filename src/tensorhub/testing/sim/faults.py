@@ -50,6 +50,8 @@ class Fault(StrEnum):
     ALLOCATE = "allocate"  # host memory of a copy cannot be allocated
     STORE_UNSURE = "store-unsure"  # a write is durable, and its writer hears so late, or never
     CLOCK = "clock"  # a worker's clock jumps ahead, or stands still
+    STORE_DOUBT = "store-doubt"  # a write fails, and may be durable: its writer steps down
+    DESCRIPTORS = "descriptors"  # a process can open no more connections
 
 
 FORGETTING = frozenset(
@@ -64,7 +66,7 @@ FORGETTING = frozenset(
             Fault.ONE_WAY,
         ),
         *(Fault.DROP, Fault.PAUSE, Fault.BEHIND, Fault.FAILOVER, Fault.SPLIT, Fault.STORE_AWAY),
-        Fault.CLOCK,
+        *(Fault.CLOCK, Fault.STORE_DOUBT, Fault.DESCRIPTORS),
     }
 )
 """Those with which a coordinator may forget what it knows of what others hold still: it dies, or
@@ -74,7 +76,9 @@ takes them for lost.
 
 CHANGES = frozenset({Fault.CORRUPT, Fault.OVERWRITE, Fault.LIE})
 """Those that change bytes: without digests no reader can notice."""
-LATER = frozenset({Fault.ALLOCATE, Fault.ONE_WAY, Fault.CLOCK})
+LATER = frozenset(
+    {Fault.ALLOCATE, Fault.ONE_WAY, Fault.CLOCK, Fault.STORE_DOUBT, Fault.DESCRIPTORS}
+)
 """Those that each are drawn by themselves: seeds without them are what they were before."""
 
 
