@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tensorhub.testing import GuaranteeBroken, run_seed
+from tensorhub.testing import GuaranteeBroken, run_seed, simulated
 from tensorhub.testing.sim import layouts, sites
 from tests.testing.bugs import Bug, every_bug
 from tests.testing.wild import wild_beliefs
@@ -50,7 +50,7 @@ def test_the_simulator_finds(found: Bug) -> None:
 def drawing(found: Bug) -> Iterator[None]:
     """With that bug's chances, of whichever module they are."""
     with ExitStack() as stack:
-        for module in (layouts, sites):
+        for module in (layouts, sites, simulated):
             mine = {name: value for name, value in found.draws.items() if hasattr(module, name)}
             stack.enter_context(patch.dict(vars(module), mine))
         if found.is_wild:

@@ -110,6 +110,7 @@ def test_workers_seed_and_sites_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> 
         (simulated, "CLOCKS_DRAWN"),
         (simulated, "DIGESTS_OFF"),
         (simulated, "MODELS_DRAWN"),
+        (simulated, "READERS_DRAWN"),
         (simulated, "WORKERS_CLOCKS_DRAWN"),
         (simulated, "ON_DISK"),
         (data_network, "NICS_DRAWN"),

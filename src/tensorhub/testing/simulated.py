@@ -49,6 +49,8 @@ CLOCKS_DRAWN = 0.2  # of all seeds: the coordinator's clock drifts
 CLOCK_RATES = (0.8, 1.4)
 WORKERS_CLOCKS_DRAWN = 0.2  # of all seeds without an archive: each worker's clock drifts
 WORKERS_CLOCK_RATES = (0.75, 1.05)
+READERS_DRAWN = 0.1  # of all seeds: more read-only sessions than there may be
+READ_ONLY_MAX = 2
 LARGE_DRAWN = 0.005  # of all seeds with one layout and no archive: groups of one of these sizes
 LARGE_GROUPS = (16, 32, 64)
 ASKED_BEFORE_S = 3.0  # things still go wrong, while fills run that have to end well
@@ -105,6 +107,8 @@ class SimulatedCluster(TimedCluster):
         if Random(f"digests off {seed}").random() < DIGESTS_OFF and is_plain:
             self.manifest = make_manifest(self.chunks)
             self.injector.plan.leave_out(CHANGES)
+        if archive is not None:
+            self.injector.plan.leave_out({Fault.OLDER_STATE})
         models = Random(f"two models {seed}")
         has_two = models.random() < MODELS_DRAWN and archive is None
         its = archive, models if has_two else None, self.part
@@ -116,6 +120,10 @@ class SimulatedCluster(TimedCluster):
             self.users.clock_rate = lambda name: Random(f"clock of {name}, {seed}").uniform(
                 *WORKERS_CLOCK_RATES
             )
+        readers = Random(f"read-only sessions {seed}")
+        if readers.random() < READERS_DRAWN:
+            self.users.readers, self.read_only_max = readers, READ_ONLY_MAX
+            self.coordinator.cluster.read_only.sessions_max = READ_ONLY_MAX
         large = Random(f"large groups {seed}")
         if large.random() < LARGE_DRAWN and not (layouts or archive):
             self.users.world_size = large.choice(LARGE_GROUPS)

@@ -6,7 +6,7 @@ Modules here are `outside` (written by somebody who had read the public API and 
 the checks), `inside`, `seen` (what callers see, for the reference model), `woken` (who goes on
 when), `behind` (what lies unread at the coordinator), `carried` (what a worker's shell is told to
 carry out), `bridged` (readers of another layout), `moved` (readers that change their source),
-`changed` (deltas), `archived` (archives), and `deposed` (failover, split brain, unknown writes).
+`changed` (deltas), `archived` (archives), and `deposed` (failover, split brain, unknown writes, older states).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Bug:
     enter: Callable[[], AbstractContextManager[None]]
     faults: tuple[Fault, ...] | None = None  # that a seed may draw; None: all
     seeds_max: int = 200
-    # how `sim.layouts` and `sim.sites` draw instead
+    # how `sim.layouts`, `sim.sites` and `simulated` draw instead
     draws: Mapping[str, object] = field(default_factory=dict)
     is_wild: bool = False  # anything is believed of links and workers (`tests.testing.wild`)
 

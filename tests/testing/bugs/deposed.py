@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tensorhub.coordinator import Entry, Persist, PersistFailed, Publication
+from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.membership import Membership
 from tensorhub.messages import Join
 from tensorhub.testing import Fault
@@ -17,6 +18,8 @@ from tensorhub.testing.sim.world import World
 from tests.testing.bugs import bug, replaced
 from tests.testing.bugs.inside import around
 
+OLDER = (Fault.OLDER_STATE, Fault.CUT)
+DOUBT = (Fault.STORE_DOUBT, Fault.CUT)
 SPLIT = (Fault.SPLIT, Fault.CUT, Fault.CANCEL)
 UNSURE = (Fault.STORE_UNSURE, Fault.FAILOVER, Fault.CUT)
 
@@ -95,4 +98,23 @@ def worker_of_a_later_epoch_welcomed() -> Iterator[None]:
         before(self, session, replace(message, cluster="", epoch=0))
 
     with around(Membership, "join", join):
+        yield
+
+
+@bug(
+    "G3: a coordinator on an older copy of its state heeds no worker that remembers more",
+    faults=OLDER,
+)
+def older_state_is_not_noticed() -> Iterator[None]:
+    with replaced(Cluster, "outlived", lambda self, reason: None):
+        yield
+
+
+@bug("R2: a write that has failed, and may be durable, is taken for not written", faults=DOUBT)
+def doubtful_write_is_forgotten() -> Iterator[None]:
+    def failed(self: CoordinatorProcess, persist: Persist, term: Term) -> None:
+        del term.unstored[persist.record]
+        self._world.step(PersistFailed(persist.record, "disk full"), term)
+
+    with replaced(CoordinatorProcess, "_is_in_doubt", failed):
         yield

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tensorhub.coordinator import Coordinator, fills
+from tensorhub.coordinator.access import Access
 from tensorhub.coordinator.cluster import Session
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.decisions import Decisions
@@ -688,4 +689,14 @@ def seed_gives_up_what_is_retained() -> Iterator[None]:
         return [] if seeds else before(self, operation, version)
 
     with around(Fills, "staying", staying):
+        yield
+
+
+@bug("G10: at their cap read-only sessions take a full worker's place", READERS_DRAWN=1.0)
+def read_only_session_takes_a_full_one() -> Iterator[None]:
+    def end(before: Callable[..., None], self: Access, session: Session, error: object) -> None:
+        others = self._cluster.sessions.values()
+        before(self, next((each for each in others if not each.read_only), session), error)
+
+    with around(Access, "_end", end):
         yield

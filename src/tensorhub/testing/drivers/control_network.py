@@ -102,7 +102,8 @@ class ControlNetwork:
         term = self._world.term_at(link.party)
         if term is not None:
             term.links[link.session] = (worker, link)
-            self._world.step(Connected(link.session, worker.incarnation, "worker"), term)
+            who = link.session, worker.incarnation, "worker"
+            self._world.step(Connected(*who, read_only=worker.read_only), term)
 
     # -- up
 

@@ -23,6 +23,7 @@ from tensorhub.testing.sim.world import World
 
 PARTED = 0.4  # of the workers have lost their connection when another one leads
 CHECKED_EVERY = 4  # steps
+BEGINS_ANEW_S = 0.1
 NOTICES_S = 0.2  # at most: from waking up until it has looked at its clock by itself
 
 
@@ -127,7 +128,7 @@ class CoordinatorProcess:
                 if is_durable is not None:
                     if is_durable:
                         world.keep(persist.entry, term)
-                    self._is_in_doubt(term)
+                    self._is_in_doubt(persist, term)
                     return
                 world.keep(persist.entry, term)
             except Deposed as error:
@@ -150,8 +151,9 @@ class CoordinatorProcess:
         for each in [each for each in term.unstored.values() if each is not persist]:
             self.to_be_stored(each, term)  # in their order, after that
 
-    def _is_in_doubt(self, term: Term) -> None:
-        """A write has failed, and may be durable: another term finds out."""
+    def _is_in_doubt(self, persist: Persist, term: Term) -> None:
+        """This write has failed, and may be durable: another term finds out."""
+        self._world.note(f"whether the store has it is unknown: {show(persist.entry)}")
         self.step_down(term, "whether its store has the last write is unknown")
         if term is self._world.term:
             down_s = self._timeline.random.choice((0.01, 0.3, 3.0))
@@ -160,20 +162,30 @@ class CoordinatorProcess:
     # -- its end
 
     def crash(
-        self, *, kept: float, down_s: float, lost: bool = False, elsewhere: bool = False
+        self,
+        *,
+        kept: float,
+        down_s: float,
+        lost: bool = False,
+        elsewhere: bool = False,
+        forgets: int = 0,
     ) -> None:
         """It dies, and is back after `down_s`, or (`elsewhere`) another one on another machine.
         `kept`: that share of the running writes becomes durable. `lost`: all its state is gone.
+        `forgets`: its state is an older copy, without so many of the last entries.
         """
         world, term = self._world, self._world.term
         world.note(f"the coordinator dies; kept={kept}")
         term.party.alive = False
         world.coordinator_died(kept=kept)
+        if (lost or forgets) and world.former is not None:
+            self.step_down(world.former, "its store is gone")
         if lost:
-            if world.former is not None:
-                self.step_down(world.former, "its store is gone")
             world.note("its state is lost")
             world.lose_state()
+        elif forgets:
+            world.note(f"its state is an older copy, without the last {forgets} entries")
+            world.take_older_state(max(0, len(world.store) - forgets))
         self._died(term)
         self._timeline.after(down_s, None, self._lead, term, elsewhere)
 
@@ -222,6 +234,14 @@ class CoordinatorProcess:
         if term is world.former:
             world.former = None
         self._died(term)
+
+    def begin_anew(self, term: Term, why: str) -> None:
+        """Its state is an older copy: the next term is of a new cluster."""
+        if term.party.alive:
+            self.step_down(term, why)
+            self._world.took("began anew on an older state")
+            self._world.become_new_cluster()
+            self._timeline.after(BEGINS_ANEW_S, None, self._lead, term, False)
 
     def _lead(self, after: Term, elsewhere: bool) -> None:
         """Another one leads, or the same one again."""

@@ -68,6 +68,14 @@ class DiskStore(FencedStore):
         super().clear()
         self._states += 1
 
+    def go_back(self, entries: int) -> None:
+        self.crash()
+        super().go_back(entries)
+        self._states += 1
+        copy = SqliteStore(self._path, shared=self._shared)
+        copy.write(self)
+        copy.close()
+
     def crash(self, writing: Entry | None = None) -> bool:
         """Its process dies while it writes that, or at rest. Whether that is durable."""
         store = self._open.pop(self.epoch, None)

@@ -33,6 +33,7 @@ CUT_OFF_LEASES = (1.3, 2.0)  # a holder that asks to leave
 # margin of a lease.
 JUMP_LEASES, JUMP_EVERY_LEASES = 0.2, 4.0
 AMBUSHES = 0.4  # of all partitions, drops and crashes of the coordinator
+FORGETS = (1, 1, 2, 5, 20)  # entries that an older copy of the state lacks
 ABSENT_S = 3.0  # at least: time for others to go on
 CALMER = 2  # times half as many faults, for as many more events as a seed has at least
 CALM_MAX = 8  # times
@@ -64,10 +65,17 @@ class StruckCoordinator(Protocol):
     """The coordinator's process."""
 
     def crash(
-        self, *, kept: float, down_s: float, lost: bool = False, elsewhere: bool = False
+        self,
+        *,
+        kept: float,
+        down_s: float,
+        lost: bool = False,
+        elsewhere: bool = False,
+        forgets: int = 0,
     ) -> None:
         """The coordinator dies, and is back after so long, perhaps on another machine; `kept`: that
-        share of the running writes becomes durable; `lost`: all its state is gone.
+        share of the running writes becomes durable; `lost`: all its state is gone; `forgets`: so
+        many of the last entries are.
         """
 
     def split(self, *, lease_s: float, stops_s: float, believes_s: float) -> bool:
@@ -425,6 +433,8 @@ class Injector:
                 return False
             case Fault.COORDINATOR | Fault.STATE_LOST:
                 return self._crash_coordinator(lost=kind is Fault.STATE_LOST)
+            case Fault.OLDER_STATE:
+                return self._crash_coordinator(lost=False, forgets=random.choice(FORGETS))
             case Fault.STORE_SLOW:
                 self.slow_store_until = now + random.choice(LONG_S)
                 return True
@@ -482,7 +492,7 @@ class Injector:
                 assert worker is not None
                 return self._strike_worker(kind, worker)
 
-    def _crash_coordinator(self, *, lost: bool, lease_s: float = 0.0) -> bool:
+    def _crash_coordinator(self, *, lost: bool, lease_s: float = 0.0, forgets: int = 0) -> bool:
         """`lease_s`: a standby leads within that time, on another machine."""
         if not self._timeline.coordinator.alive:
             return False
@@ -492,7 +502,9 @@ class Injector:
         kept = 1.0 if share < 0.4 else 0.0 if share < 0.8 else 5 * share - 4  # a batch may be split
         if lease_s:
             down_s = lease_s * self._random.random()
-        self.coordinator.crash(kept=kept, down_s=down_s, lost=lost, elsewhere=lease_s > 0)
+        self.coordinator.crash(
+            kept=kept, down_s=down_s, lost=lost, elsewhere=lease_s > 0, forgets=forgets
+        )
         return True
 
     def _split(self) -> bool:

@@ -114,6 +114,9 @@ class StepwiseCluster(World):
     def step_down(self, term: Term, why: str) -> None:
         """There is no other one."""
 
+    def begin_anew(self, term: Term, why: str) -> None:
+        """Its caller lets the next one begin."""
+
     def connect(self, worker: SimWorker) -> None:
         worker.connect()
 

@@ -32,6 +32,7 @@ from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, UnpublishCa
 TIMEOUTS_S = (3.0, 10.0, 30.0)
 NO_TIME_S = (0.0, 0.05, 0.5)
 LARGE_GROUP = 8
+READERS = 4
 STAGED = 0.3  # of the fills of memory that holds a version, besides those that are drawn as such
 REVIVE_S = 20.0
 # What a group does next, and a worker asks of the whole model: how often, on average over all
@@ -107,6 +108,8 @@ class Users(StruckUsers):
         # of the clock of the worker with that name
         self.clock_rate: Callable[[str], float] = lambda name: 1.0
         self.world_size = 0  # of groups; 0: as it is drawn
+        self.readers: Random | None = None  # decides what sessions do that are read-only
+        self._readers: list[SimWorker] = []
         self.groups: list[UserGroup] = []
         self.published: set[str] = set()  # content ids of versions whose publish has returned
         self.next_version = 1
@@ -176,6 +179,12 @@ class Users(StruckUsers):
             self._seed(seeder)
             if not self._part.has(seeder.name):
                 seeder.crash()
+        for _ in range(READERS if self.readers is not None else 0):
+            reader = self.new_process(read_only=True)
+            self._readers.append(reader)
+            self._read(reader)
+            if not self._part.has(reader.name):
+                reader.crash()
         self._leave_out()
         if self._archive_random is not None and self._part.has(ARCHIVE):
             its = self._archive_random, max(group.world_size for group in self.groups)
@@ -201,7 +210,7 @@ class Users(StruckUsers):
         self._world.chunks = rows
         self._world.manifest, _, _ = described(Layout(rows, 1), 0)
 
-    def new_process(self, shards: int = 0) -> SimWorker:
+    def new_process(self, shards: int = 0, *, read_only: bool = False) -> SimWorker:
         """A new worker, somewhere; with host memory for so many shards, or for some."""
         random, name = self._random, f"w{self._workers}"
         self._workers += 1
@@ -209,7 +218,7 @@ class Users(StruckUsers):
         self._world.host_bytes = (
             shards or random.choice((0, 1, 2, 3))
         ) * self._world.manifest.nbytes
-        worker = self._world.worker(name, location)
+        worker = self._world.worker(name, location, read_only=read_only)
         worker.clock.rate = self.clock_rate(name)
         worker.newest = dict.fromkeys(MODELS if self._models is not None else (MODEL,))
         self._timeline.after(SAID_AGAIN_S, worker, self._end_pins, worker)
@@ -248,6 +257,9 @@ class Users(StruckUsers):
     def end(self) -> None:
         """No user begins a call any more."""
         self.is_over = True
+        for reader in self._readers:
+            if reader.alive:
+                reader.crash()  # at their cap they would make room for one another for ever
         self.hasty_until = 0.0
         self.next_version = max(self.next_version, self._newest + 1)
 
@@ -423,6 +435,16 @@ class Users(StruckUsers):
             part = None if self._layouts and random.random() < 0.5 else shard
             fetcher = worker.fetcher(part, model=group.model)
             fetcher.fetch(selector, random.choice(TIMEOUTS_S))
+
+    def _read(self, worker: SimWorker) -> None:
+        """It fetches a part of what there is, again and again, with the read-only token."""
+        random = self.readers
+        if self.is_over or random is None:
+            return
+        self._timeline.after(random.expovariate(1 / self._pause_s), worker, self._read, worker)
+        selector: Selector = random.choice(("latest", "available", "latest-1"))
+        fetcher = worker.fetcher(0, model=random.choice([*worker.newest]))
+        fetcher.fetch(selector, random.choice(TIMEOUTS_S))
 
     def _seed(self, worker: SimWorker) -> None:
         """It brings the newest version that it has heard of into its host memory, again and

@@ -16,6 +16,7 @@ LATE_S_MAX = 6.0
 NO_AVAILABLE = "and 'available' waits for no worker"  # G7: the call is refused at once
 CHECKSUM_CONFIRMED = "they have digested it again: their bytes are unchanged"  # R8
 LOST_STATE = "has come back without its state, as a new cluster"  # R2
+MAKES_ROOM = "it makes room"  # G10: a read-only session at a cap ends
 LEFT_ON_PURPOSE = "its last holder has left on purpose"  # R4
 
 

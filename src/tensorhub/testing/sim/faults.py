@@ -52,6 +52,7 @@ class Fault(StrEnum):
     CLOCK = "clock"  # a worker's clock jumps ahead, or stands still
     STORE_DOUBT = "store-doubt"  # a write fails, and may be durable: its writer steps down
     DESCRIPTORS = "descriptors"  # a process can open no more connections
+    OLDER_STATE = "older-state"  # the coordinator comes back on an older copy of its state
 
 
 FORGETTING = frozenset(
@@ -66,7 +67,7 @@ FORGETTING = frozenset(
             Fault.ONE_WAY,
         ),
         *(Fault.DROP, Fault.PAUSE, Fault.BEHIND, Fault.FAILOVER, Fault.SPLIT, Fault.STORE_AWAY),
-        *(Fault.CLOCK, Fault.STORE_DOUBT, Fault.DESCRIPTORS),
+        *(Fault.CLOCK, Fault.STORE_DOUBT, Fault.DESCRIPTORS, Fault.OLDER_STATE),
     }
 )
 """Those with which a coordinator may forget what it knows of what others hold still: it dies, or
@@ -77,7 +78,10 @@ takes them for lost.
 CHANGES = frozenset({Fault.CORRUPT, Fault.OVERWRITE, Fault.LIE})
 """Those that change bytes: without digests no reader can notice."""
 LATER = frozenset(
-    {Fault.ALLOCATE, Fault.ONE_WAY, Fault.CLOCK, Fault.STORE_DOUBT, Fault.DESCRIPTORS}
+    {
+        *(Fault.ALLOCATE, Fault.ONE_WAY, Fault.CLOCK, Fault.STORE_DOUBT, Fault.DESCRIPTORS),
+        Fault.OLDER_STATE,
+    }
 )
 """Those that each are drawn by themselves: seeds without them are what they were before."""
 

@@ -27,9 +27,11 @@ SOURCE_FAILURES = ("lost", "refused", "stalled", "unreachable")
 # All that a long search has to take. (The kinds of errors that calls end with are counted besides.)
 RECOVERY_PATHS: Final = (
     *PATHS.values(),
+    "a read-only session made room",
     "archive announced",
     "archived",
     "archived copy unloaded",
+    "began anew on an older state",
     "bridge lost a source",
     "bridged",
     "bridged from another layout",

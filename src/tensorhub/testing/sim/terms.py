@@ -24,10 +24,20 @@ class FencedStore(list[Entry]):
 
     epoch = 0  # of the newest term
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: dict[int, int] = {}  # by epoch: how many entries its term has found
+
     def begin(self) -> tuple[int, list[Entry]]:
         """Begin a term: its epoch, and what it finds. No earlier term writes from now on."""
         self.epoch += 1
+        self._found[self.epoch] = len(self)
         return self.epoch, list(self)
+
+    def go_back(self, entries: int) -> None:
+        """It is an older copy of itself from now on, of so many entries."""
+        del self[entries:]
+        self.epoch = max(epoch for epoch, found in self._found.items() if found <= entries)
 
     def write(self, epoch: int, entry: Entry) -> None:
         """Make it durable for that term. Raises Deposed."""

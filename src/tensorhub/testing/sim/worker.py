@@ -29,6 +29,7 @@ from tensorhub.testing.sim.questions import SimQuestions
 from tensorhub.testing.sim.sites import MODEL
 from tensorhub.testing.sim.terms import Term
 from tensorhub.types import (
+    READ_ONLY,
     Endpoint,
     HandleState,
     Location,
@@ -202,8 +203,10 @@ class SimWorker:
         life: int = 1,
         new_handle: Callable[[WorkerWorld, SimWorker, Shard], SimHandle] = SimHandle,
         op_timeout_s: float = 60.0,
+        read_only: bool = False,
     ) -> None:
         self.cluster = cluster
+        self.read_only = read_only  # its token is
         self.name = name
         self.location = location
         self.endpoints = tuple(Endpoint(transport, name) for transport in transports)
@@ -269,8 +272,9 @@ class SimWorker:
 
     def fetcher(self, shard: int | None = 0, *, model: str = MODEL) -> SimHandle:
         """What can fetch once: that shard, or (None) the whole model."""
-        number = next(self.cluster.registrations)
-        made = Shard(f"r{number}", model, f"fetch{number}", 0, 1, True, "", None, shard or 0)
+        number, apart = next(self.cluster.registrations), READ_ONLY if self.read_only else ""
+        names = f"{apart}r{number}", model, f"{apart}fetch{number}"
+        made = Shard(*names, 0, 1, True, "", None, shard or 0)
         return self.take(
             made
             if shard is not None
@@ -461,6 +465,8 @@ class SimWorker:
                 case Reply():
                     self.say(routed.message)
                 case messages.Announce():
+                    before = self.newest.get(routed.model)
+                    self.cluster.guarantees.history.goes_on(self, before, routed)
                     if routed.model in self.newest:
                         self.newest[routed.model] = routed.newest
                     self.cluster.guarantees.history.announced(self, routed)

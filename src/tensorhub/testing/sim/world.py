@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import count
+from math import inf
 from typing import Any, Protocol, assert_never
 
 from tensorhub.coordinator import (
@@ -38,6 +39,7 @@ from tensorhub.messages import (
     Grant,
     LeaveGranted,
     Outcome,
+    Refused,
     Registered,
     Resolve,
     Start,
@@ -45,7 +47,7 @@ from tensorhub.messages import (
     Write,
 )
 from tensorhub.model.manifest import Manifest
-from tensorhub.testing.sim.assertion import demand
+from tensorhub.testing.sim.assertion import MAKES_ROOM, demand
 from tensorhub.testing.sim.clocks import Clock
 from tensorhub.testing.sim.handle import BrokenHook, CallRecord, HandleShell
 from tensorhub.testing.sim.judges.explained import Explained
@@ -80,6 +82,9 @@ class CoordinatorHost(Protocol):
 
     def step_down(self, term: Term, why: str) -> None:
         """The coordinator has found out that another one leads."""
+
+    def begin_anew(self, term: Term, why: str) -> None:
+        """The coordinator has found out that its state is an older copy."""
 
 
 class World(Driver):
@@ -117,6 +122,8 @@ class World(Driver):
         self.store = store or FencedStore()
         self.former: Term | None = None  # it has not noticed that another one leads
         self.ident = "c"  # of the coordinator's state
+        self.read_only_max = 0  # sessions at a time; 0: as the options have it
+        self.is_older = False  # it is an older copy, and no coordinator has noticed
         # Whether a coordinator dies, or takes for lost who is not.
         self.forgets: Callable[[], bool] = lambda: True
         self.is_unharmed: Callable[[], bool] = lambda: False
@@ -189,11 +196,16 @@ class World(Driver):
     # -- making things
 
     def worker(
-        self, name: str, location: Location | None = None, transports: tuple[str, ...] = ("tcp",)
+        self,
+        name: str,
+        location: Location | None = None,
+        transports: tuple[str, ...] = ("tcp",),
+        *,
+        read_only: bool = False,
     ) -> SimWorker:
         """A new worker process, which connects."""
         worker = self.workers[name] = SimWorker(
-            self, name, location or Location(host=name), transports
+            self, name, location or Location(host=name), transports, read_only=read_only
         )
         self.control.connect(worker)
         return worker
@@ -219,8 +231,22 @@ class World(Driver):
     def lose_state(self) -> None:
         """The next coordinator will be a new cluster (R2)."""
         assert self.former is None
+        self.is_older = False
         self.guarantees.state_lost(self.store)
         self.store.clear()
+        self.ident += "'"
+
+    def take_older_state(self, entries: int) -> None:
+        """The next coordinator will find an older copy of the state, of so many entries."""
+        assert self.former is None
+        before, self.is_older = list(self.store), True
+        self.store.go_back(entries)
+        self.guarantees.state_replaced(before, self.store)
+
+    def become_new_cluster(self) -> None:
+        """The next coordinator will be of a new cluster, with this state."""
+        self.is_older = False
+        self.guarantees.state_replaced(list(self.store), self.store)
         self.ident += "'"
 
     def start_coordinator(self, party: Process | None = None) -> None:
@@ -236,6 +262,8 @@ class World(Driver):
             now=self.clock,
             durable=Durable.of(found) if epoch > 1 else None,
         )
+        if self.read_only_max:
+            core.cluster.read_only.sessions_max = self.read_only_max
         self.term = Term(epoch, core, party or Process(COORDINATOR), stored_at=self.now)
 
     def coordinator_died(self, *, kept: float) -> None:
@@ -368,11 +396,12 @@ class World(Driver):
                     pass  # for people
                 case Outlived():
                     demand(
-                        not leads,
+                        not leads or self.is_older,
                         "durable mark: a worker was told what is not durable: {}",
                         action.reason,
                     )
                     outlived = action.reason
+                    break  # nothing more may be said
                 case _:
                     assert_never(action)
         if leads:
@@ -380,7 +409,9 @@ class World(Driver):
         for session in asked:
             self.control.looked_for(session, term)
         self.process.stepped(term)
-        if outlived:
+        if outlived and leads:
+            self.process.begin_anew(term, outlived)
+        elif outlived:
             self.process.step_down(term, outlived)  # its store refuses to begin anew
 
     def _check_said(self, said: Send, event: Event, term: Term) -> None:
@@ -429,12 +460,12 @@ class World(Driver):
 
     def _welcome(self, session: int, worker: SimWorker, message: Welcome, term: Term) -> None:
         """A coordinator that has known an incarnation knows it ever after, or the incarnation is
-        lost for good (G9).
+        lost for good (G9), but for one that is read-only, which has nothing to lose.
         """
         incarnation = term.core.cluster.sessions[session].incarnation
         new = incarnation not in term.joined
         demand(
-            new != message.known,
+            new != message.known or worker.read_only,
             "incarnations: {} is welcomed as {}, and was in {}",
             incarnation,
             message,
@@ -446,6 +477,9 @@ class World(Driver):
 
     def _send_down(self, session: int, message: FromCoordinator | None, term: Term) -> None:
         worker, link = term.links[session]
+        if isinstance(message, Refused) and MAKES_ROOM in message.error.message:
+            self.took("a read-only session made room")
+            demand(worker.read_only, "bounds: {} has the full token, and makes room", worker)
         if isinstance(message, LeaveGranted):
             worker.granted(message)
         elif isinstance(message, Registered):
@@ -477,6 +511,13 @@ class World(Driver):
             term.core.check_invariants()
             term.core.check_counts()
             term.core.check_waits()
+            sessions = term.core.cluster.read_only
+            demand(
+                len(sessions.sessions) <= (self.read_only_max or inf),
+                "bounds: {}, of {} at most",
+                sessions,
+                self.read_only_max,
+            )
         for worker in self.workers.values():
             if worker.alive:
                 worker.owner.check_invariants()

@@ -104,6 +104,11 @@ class ArchiveJudge:
             publication,
             self.in_effect,
         )
+        self.restore(publication)
+
+    def restore(self, publication: Publication) -> None:
+        """It is visible again."""
+        number, content_id = publication.number, publication.content_id
         self._contents.restored(publication)
         info = VersionInfo(
             publication.model,

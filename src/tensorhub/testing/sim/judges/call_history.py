@@ -23,7 +23,7 @@ from tensorhub.messages import (
     Unpin,
     Watch,
 )
-from tensorhub.testing.sim.assertion import HOLDING
+from tensorhub.testing.sim.assertion import HOLDING, demand
 from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorker, JudgedWorld
 from tensorhub.testing.sim.judges.reference_model import (
@@ -35,6 +35,7 @@ from tensorhub.testing.sim.judges.reference_model import (
     Retaining,
     RollingBack,
 )
+from tensorhub.types import VersionInfo
 from tensorhub.worker.calls import Call as Called, FillCall, PublishCall
 
 
@@ -56,6 +57,7 @@ class CallHistory:
         self._watches: set[tuple[str, str]] = set()
         # by model: the moment at which the last leader was deposed
         self._deposed: dict[str, int] = {}
+        self.rolled_back_to: dict[str, int] = {}  # by model: the lowest number that was asked for
         self._rollbacks: dict[str, RollingBack] = {}  # by the names under which they are said again
 
     def deposed(self) -> None:
@@ -138,6 +140,8 @@ class CallHistory:
                 self._watches.add((worker.incarnation, message.model))
                 self.models[message.model].listens(worker.incarnation)
             case Rollback():
+                least = self.rolled_back_to.get(message.model, message.to)
+                self.rolled_back_to[message.model] = min(least, message.to)
                 rollback = self._rollbacks.get(message.ident)
                 if rollback is None:
                     rollback = self._rollbacks[message.ident] = RollingBack(worker.name, message.to)
@@ -181,6 +185,23 @@ class CallHistory:
             is_behind = self._world.is_behind(worker)
             since = self._deposed.get(message.model, 0) if is_behind else inf
             self.models[message.model].announced(worker.incarnation, message.newest, since)
+
+    def goes_on(self, worker: JudgedWorker, before: VersionInfo | None, message: Announce) -> None:
+        """G3: numbers go back by a rollback only, or after the word that state was lost. (What a
+        read-only worker remembers changes no state.)
+        """
+        newest, least = message.newest, self.rolled_back_to.get(message.model, inf)
+        demand(
+            before is None
+            or newest is None
+            or newest.version >= before.version
+            or least < before.version
+            or worker.read_only,
+            "visibility: {} was told of {}, and then of {}, and not that state was lost",
+            worker,
+            before,
+            newest,
+        )
 
     def answered(self, worker: JudgedWorker, message: Done | Refused) -> None:
         """A worker hears what became of what it has asked for."""

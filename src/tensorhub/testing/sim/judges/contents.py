@@ -73,7 +73,8 @@ class Contents:
             entry.key,
             sorted(cells),
         )
-        self.truth[entry.content_id] = cells
+        # on an older copy of the state the same keys come again
+        self.truth[entry.content_id] = dict(cells)
         self.publications[entry.content_id] = entry.key
         self.numbers.setdefault(entry.model, {})[entry.number] = entry.content_id
         self.minted_as.setdefault((entry.model, entry.number), set()).add(entry.content_id)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable
 from math import inf
 
-from tensorhub.coordinator import Decision, Entry, Publication, Rollback
+from tensorhub.coordinator import Decision, Durable, Entry, Publication, Rollback
 from tensorhub.errors import (
     DrainTimeout,
     IntegrityError,
@@ -107,6 +107,15 @@ class Guarantees:
         self.archived.state_lost()
         self.history.state_lost()
         self.forget()
+
+    def state_replaced(self, before: Iterable[Entry], found: Iterable[Entry]) -> None:
+        """An older copy of the state, or a new cluster with the state: what is found there counts
+        again, and may be all that does.
+        """
+        self.state_lost(before)
+        self._epochs.clear()
+        for each in Durable.of(found).publications:
+            self.archived.restore(each)
 
     def forget(self) -> None:
         """Forget how calls have ended."""

@@ -64,6 +64,7 @@ class JudgedWorker(Protocol):
     cut_off_at: float
 
     clock: Clock
+    read_only: bool  # its token is
 
     @property
     def now(self) -> float:
