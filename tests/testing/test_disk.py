@@ -9,9 +9,11 @@ import pytest
 
 from tensorhub.coordinator import Retention
 from tensorhub.runtime.control.tables import Tables
+from tensorhub.testing import simulated
 from tensorhub.testing.drivers.disk import DATABASE, DiskStore
 from tensorhub.testing.sim.assertion import GuaranteeBroken
 from tensorhub.testing.sim.terms import Deposed
+from tensorhub.testing.simulated import run_seed
 
 
 def retention(number: int) -> Retention:
@@ -70,3 +72,12 @@ def test_its_files_go_with_it() -> None:
     assert (path / DATABASE).exists()
     del store
     assert not path.exists()
+
+
+def test_a_seed_on_disk_is_judged_by_what_its_files_give_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(simulated, "ON_DISK", 1.0)
+    demands = run_seed(1).demands
+    assert demands["durable mark: {} was read, not {}"]
+    assert demands["durable mark: epoch {} of {} {}"]

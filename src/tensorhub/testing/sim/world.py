@@ -119,7 +119,7 @@ class World(Driver):
         self.sessions = count(1)
         self.workers: dict[str, SimWorker] = {}
         self.by_registration: dict[str, SimHandle] = {}
-        self.store = store or FencedStore()
+        self.store = store if store is not None else FencedStore()  # an empty one is false
         self.former: Term | None = None  # it has not noticed that another one leads
         self.ident = "c"  # of the coordinator's state
         self.read_only_max = 0  # sessions at a time; 0: as the options have it
