@@ -8,7 +8,6 @@ cut off from its store for long steps down before its lease is over.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from math import inf
 
@@ -38,7 +37,7 @@ class CoordinatorProcess:
         self._faults = faults
         self._died = died
         self._dies = False  # in the midst of what it has to do
-        self._steps = Counter[bool]()  # those that only renew a lease, and the others
+        self._steps = 0
         world.term.party = timeline.coordinator
 
     # -- its steps
@@ -64,13 +63,11 @@ class CoordinatorProcess:
     def stepped(self, term: Term) -> None:
         """A step is over."""
         core = term.core
-        renews = all(isinstance(about, Worker) for about in core.cluster.noted)
-        self._steps[renews] += 1
-        # a step that only renews a lease changes nothing else, and lets no call go on
-        if not renews or self._steps[renews] % CHECKED_EVERY == 0:
-            core.check_touched()
-        if not renews and self._steps[renews] % CHECKED_EVERY == 0:
-            core.check_waits()  # a call that nothing wakes still waits then
+        core.check_touched()
+        if any(not isinstance(about, Worker) for about in core.cluster.noted):
+            self._steps += 1  # what only renews leases lets no call go on
+            if self._steps % CHECKED_EVERY == 0:
+                core.check_waits()  # a call that nothing wakes still waits then
         if self._dies:
             self._dies = False
             self._faults.was_cut_short()
