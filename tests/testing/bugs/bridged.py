@@ -116,7 +116,7 @@ def not_asked_again() -> Iterator[None]:
         yield
 
 
-@bug("R9: a source in another site is read where it seems to be faster", faults=(), seeds_max=300)
+@bug("R9: a source in another site is read where it seems to be faster", faults=(), seeds_max=600)
 def sites_do_not_matter() -> Iterator[None]:
     def rank(before: Callable[..., Any], *args: Any) -> Any:
         return False, before(*args)[1]

@@ -273,7 +273,7 @@ def fenced_lease_leaks() -> Iterator[None]:
         yield
 
 
-@bug("R9: a complete source's loss does not make its readers complete one another")
+@bug("R9: a complete source's loss does not make its readers complete one another", seeds_max=400)
 def readers_not_reconsidered() -> Iterator[None]:
     def leave(
         before: Callable[..., None], self: Any, holding: Held, why: str, **named: Any
