@@ -38,9 +38,8 @@ Sizes = tuple[int | None, int | None]  # inputs and outputs of a module; None: n
 
 CONFIG: Final = "adapter_config.json"
 SCHEME: Final = "tensorhub:"  # of a request's path
-LOOK_S: Final = (
-    5.0  # for so long an engine stands still at most, to ask whether a version is current
-)
+# for so long an engine stands still at most, to ask whether a version is current
+LOOK_S: Final = 5.0
 KEPT: Final = 2  # versions of an adapter: requests may still be answered with the version before
 
 

@@ -37,7 +37,7 @@ class CoordinatorProcess:
         self._faults = faults
         self._died = died
         self._dies = False  # in the midst of what it has to do
-        self._steps = 0
+        self._steps = 0  # that did more than renew a lease
         world.term.party = timeline.coordinator
 
     # -- its steps
@@ -64,10 +64,11 @@ class CoordinatorProcess:
         """A step is over."""
         core = term.core
         core.check_touched()
+        # what only renews leases lets no call go on
         if any(not isinstance(about, Worker) for about in core.cluster.noted):
-            self._steps += 1  # what only renews leases lets no call go on
-            if self._steps % CHECKED_EVERY == 0:
-                core.check_waits()  # a call that nothing wakes still waits then
+            self._steps += 1
+            if self._steps % CHECKED_EVERY == 0:  # a call that nothing wakes still waits then
+                core.check_waits()
         if self._dies:
             self._dies = False
             self._faults.was_cut_short()
