@@ -10,8 +10,8 @@ import dataclasses
 
 import pytest
 
-from tensorhub.coordinator import Connected, Outlived, Received
-from tensorhub.messages import FromWorker, Held, Join, Register, Watch
+from tensorhub.coordinator import CloseSession, Connected, Outlived, Received, Send
+from tensorhub.messages import FromWorker, Held, Join, Refused, Register, Watch
 from tensorhub.testing import DEVICE, StepwiseCluster
 from tensorhub.types import Location, Medium, Purpose
 from tests.worker.test_member import published
@@ -98,6 +98,18 @@ def test_a_worker_of_another_cluster_proves_nothing(message: FromWorker) -> None
 @pytest.mark.parametrize("message", [joins(9), Watch("actor", 0, 9)])
 def test_the_read_only_token_ends_no_coordinator(message: FromWorker) -> None:
     assert not said(message, read_only=True)
+
+
+def test_the_read_only_token_is_not_welcomed_in_an_earlier_epoch() -> None:
+    """A deposed leader would tell it of versions that are no more the newest (G9)."""
+    cluster = StepwiseCluster()
+    cluster.coordinator.step(Connected(SESSION, "x.1", "worker", read_only=True), 0.0)
+    refused, closed = cluster.coordinator.step(Received(SESSION, joins(2)), 0.0)
+    assert isinstance(refused, Send)
+    assert isinstance(refused.message, Refused)
+    assert refused.message.error.kind == "CoordinatorUnavailable"
+    assert "welcomed in epoch 2 already" in refused.message.error.message
+    assert isinstance(closed, CloseSession)
 
 
 def test_nothing_follows_a_later_join() -> None:

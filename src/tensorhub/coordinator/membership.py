@@ -74,11 +74,19 @@ class Membership:
         lease.
         """
         cluster = self._cluster
-        is_later = message.cluster == cluster.id and message.epoch > cluster.epoch
-        session.remembers = message.cluster == cluster.id and not session.read_only
-        if is_later and session.remembers:
+        is_known_to_it = message.cluster == cluster.id
+        session.remembers = is_known_to_it and not session.read_only
+        if is_known_to_it and message.epoch > cluster.epoch:
             told = f"worker {message.name!r} was welcomed in epoch {message.epoch} already"
-            cluster.outlived(f"{told}, and this is epoch {cluster.epoch}")
+            told = f"{told}, and this is epoch {cluster.epoch}"
+            if session.read_only:  # what it claims ends no coordinator
+                text = (
+                    f"{told}: another coordinator leads, or this one has an older copy of its "
+                    f"state; if that lasts, restart this worker"
+                )
+                cluster.refuse_session(session.number, CoordinatorUnavailable(text))
+            else:
+                cluster.outlived(told)
             return
         if session.incarnation in cluster.lost:
             cluster.dismiss(

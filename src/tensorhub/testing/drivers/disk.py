@@ -108,6 +108,8 @@ class DiskStore(FencedStore):
     def _some_of(self, old: bytes, new: bytes) -> bytes:
         random, places = self._random, range(0, len(new), SECTOR)
         changed = [n for n in places if new[n : n + SECTOR] != old[n : n + SECTOR]]
+        if not changed:
+            return new  # such an entry deletes what was not there
         if random.random() < 0.5:
             end = random.randint(changed[0], len(new))
             return new[:end] + old[end:]

@@ -165,7 +165,7 @@ class World(Driver):
     def term_of(self, worker: JudgedWorker) -> Term:
         """The term of the coordinator that the worker has heard last."""
         here, former = worker.incarnation, self.former
-        led = former is not None and here in former.joined and here not in self.term.joined
+        led = former is not None and former.joined.get(here, 0) > self.term.joined.get(here, 0)
         return former if former is not None and led else self.term
 
     def core_of(self, worker: JudgedWorker) -> Coordinator:
@@ -278,6 +278,7 @@ class World(Driver):
                 self.note(f"all of a write was there: {show(persist.entry)}")
                 self.keep(persist.entry)
         term.unstored.clear()
+        term.durable.clear()
 
     # -- looking
 
@@ -443,10 +444,13 @@ class World(Driver):
 
     @staticmethod
     def _is_former(session: int, term: Term) -> bool:
-        """Whether the worker at its other end was welcomed over a newer connection, which is up."""
+        """Whether the worker at its other end was welcomed over a newer connection, which is up:
+        the coordinator has not closed it, as it does to make room.
+        """
         known = term.core.cluster.sessions.get(session)
         newest = term.joined.get(known.incarnation, session) if known is not None else session
-        return session < newest and newest in term.links
+        _, link = term.links.get(newest, (None, None))
+        return session < newest and link is not None and None not in link.down
 
     @staticmethod
     def _is_reply(action: Action, event: Event) -> bool:
