@@ -13,7 +13,7 @@ from tensorhub.coordinator.operations import Deadlines, Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.refusals import LEFT
 from tensorhub.coordinator.states import OperationState, WorkerState
-from tensorhub.errors import IntegrityError, OperationTimeout, VersionUnavailable
+from tensorhub.errors import IntegrityError, OperationTimeout, StateError, VersionUnavailable
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import LeaveRequest, Pin, Watch
 from tensorhub.testing import GuaranteeBroken, SimHandle, SimulatedCluster, StepwiseCluster
@@ -22,7 +22,7 @@ from tensorhub.testing.drivers.stepwise import Choice
 from tensorhub.testing.drivers.users import UserGroup
 from tensorhub.testing.sim.handle import CallRecord
 from tensorhub.testing.sim.layouts import Layout
-from tensorhub.testing.sim.memory import CHUNKS, make_manifest
+from tensorhub.testing.sim.memory import CHUNKS, MANIFEST, make_manifest
 from tensorhub.testing.sim.terms import Deposed
 from tensorhub.testing.sim.worker import SimWorker
 from tensorhub.types import HandleState
@@ -434,3 +434,62 @@ def test_a_fetch_that_has_begun_and_does_not_end_with_its_own_shard_is_noticed()
         pytest.raises(GuaranteeBroken, match=r"readers0:fetch.* still fills, and could"),
     ):
         healing.run()
+
+
+def handed_to_a_copy() -> tuple[StepwiseCluster, SimHandle]:
+    """The only holder of a retained version is a reader's host copy."""
+    cluster = StepwiseCluster()
+    trainer = cluster.handle("trainer")
+    cluster.host_bytes = MANIFEST.nbytes
+    reader = cluster.handle("reader")
+    cluster.run()
+    trainer.worker.asks.retain(1)
+    trainer.publish(1)
+    cluster.run()
+    reader.prefetch()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    assert [h for h in cluster.live_handles() if h.member.version == 1] == [reader.copy]
+    return cluster, reader
+
+
+def closes(cluster: StepwiseCluster, handle: SimHandle, *, abandon: bool = False) -> None:
+    """Its host copy, if that goes along, has gone before the coordinator hears so."""
+    closed = handle.close(abandon=abandon)
+    cluster.run(until=closed.has_ended)
+    assert closed.error is None
+    cluster.run(("up", handle.worker.name))
+
+
+def test_a_host_copy_may_go_with_a_handle_that_is_abandoned() -> None:
+    cluster, reader = handed_to_a_copy()
+    closes(cluster, reader, abandon=True)
+    assert not any(handle.member.version for handle in cluster.live_handles())
+
+
+def test_a_host_copy_that_goes_with_its_handle_without_a_leave_is_noticed() -> None:
+    cluster, reader = handed_to_a_copy()
+    with (
+        inside.copy_has_no_leave(),
+        pytest.raises(GuaranteeBroken, match=r"retention: .*reader/host.* has left"),
+    ):
+        closes(cluster, reader)
+
+
+def test_a_rank_that_counts_as_a_vote_and_has_not_heard_so_may_be_abandoned() -> None:
+    """All ranks hold what they prefetch, and the store is slow (G4, R6)."""
+    cluster = StepwiseCluster(host_bytes=2 * MANIFEST.nbytes)
+    one, other = cluster.group("g", 2)
+    cluster.run()
+    for handle in (one, other):
+        handle.publish(1)
+    cluster.run()
+    kept, lost = one.prefetch(), other.prefetch()
+    cluster.run("store")
+    assert cluster.unstored
+    other.close(abandon=True)
+    cluster.run("store")
+    assert isinstance(lost.error, StateError)
+    cluster.run()
+    assert kept.number == 1

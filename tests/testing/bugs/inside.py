@@ -43,6 +43,7 @@ from tensorhub.types import Purpose
 from tensorhub.worker.active_call import GroupCall
 from tensorhub.worker.budget import OUTRANKS, Budget
 from tensorhub.worker.heartbeats import Heartbeats
+from tensorhub.worker.host_copies import HostCopies
 from tensorhub.worker.leases import Leases
 from tensorhub.worker.local_copying import Copier
 from tensorhub.worker.member import Member as Rank
@@ -640,6 +641,19 @@ def copy_goes_needlessly() -> Iterator[None]:
 @bug("R5: what is only prefetched takes the room of what was prefetched before")
 def prefetch_takes_room() -> Iterator[None]:
     with patch.dict(OUTRANKS, {Purpose.PREFETCH: frozenset({Purpose.PREFETCH})}):
+        yield
+
+
+@contextmanager
+def copy_has_no_leave() -> Iterator[None]:
+    """R5: a handle that is closed takes its host copy along, which has no leave of its own. In
+    seeds that copy is hardly ever the last holder of what is retained.
+    """
+
+    def close_copies(before: Callable[..., Any], self: Any, _: Any, until: float) -> Any:
+        return before(self, None, until)
+
+    with around(HostCopies, "_close_copies", close_copies):
         yield
 
 

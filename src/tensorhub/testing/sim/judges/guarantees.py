@@ -219,7 +219,9 @@ class Guarantees:
                 and getattr(error, "memory", "") != "in_doubt"
                 and not isinstance(error, LeaseLost)
             ):
-                for each in {**dict.fromkeys(record.votes), key: None}:
+                # G4: an abandoned rank is not live. A holder counts as a vote, and may not know it.
+                heard = () if self.retained.is_abandoned(handle) else (key,)
+                for each in dict.fromkeys((*record.votes, *heard)):
                     self._learn(
                         each, handle.shard.rank, False, f"{handle.name} raised {show_error(error)}"
                     )
@@ -249,6 +251,7 @@ class Guarantees:
                     record.what,
                 )
                 self.check_closed(handle)
+                self.retained.closed(handle)
             case _:
                 pass
 

@@ -19,7 +19,7 @@ from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorld
 from tensorhub.testing.sim.judges.reference_model import Pinning, Retaining
 from tensorhub.testing.sim.layouts import is_of_other_layout
-from tensorhub.types import Medium, Purpose, VersionInfo
+from tensorhub.types import Medium, Purpose, VersionInfo, host_group
 from tensorhub.worker.calls import CloseCall, UnpublishCall
 
 
@@ -49,6 +49,8 @@ class RetentionJudge:
         # By group and content: the rank that gave it up as its lease was over, without a leave, and
         # when.
         self._given_up: dict[tuple[str, str], tuple[JudgedHandle, float]] = {}
+        # host copies that end with their handles, which were closed with `abandon`: without a leave
+        self._abandoned: set[JudgedHandle] = set()
 
     def asks(self, request: int, what: Retention | str) -> None:
         """A request that must be durable before its answer: a `retain`, or the name of a pin or of
@@ -223,11 +225,7 @@ class RetentionJudge:
             and content.generation == generation
             and handle.member.state in HOLDING
         )
-        unasked = (
-            record is None
-            or (isinstance(record.what, CloseCall) and record.what.abandon)
-            or not record.granted
-        )
+        unasked = record is None or self.is_abandoned(handle) or not record.granted
         if content is None or record is None or not held or unasked:
             if content is not None and held and _asks_to_leave(handle):
                 self._given_up[handle.shard.group, content.version.content_id] = (
@@ -245,7 +243,7 @@ class RetentionJudge:
             # lost then
             return
         if self._contents.is_spoilt(handle, content_id) or any(
-            abandons(mate) for mate in self._world.mates(handle)
+            self.is_abandoned(mate) for mate in self._world.mates(handle)
         ):
             return  # it is spoiled, or a rank of its replica abandons it
         if (
@@ -279,6 +277,21 @@ class RetentionJudge:
         mate, when = self._given_up.get((handle.shard.group, content_id), (handle, 0.0))
         return mate is not handle and mate.worker.is_online and when >= handle.worker.known_since
 
+    def closed(self, handle: JudgedHandle) -> None:
+        """It is closed. With `abandon` its host copy ends, too, and asks for no leave (R5)."""
+        shard = handle.shard
+        place = shard.model, host_group(shard.group), shard.rank
+        if abandons(handle):
+            self._abandoned.update(
+                h
+                for h in handle.worker.handles
+                if (h.shard.model, h.shard.group, h.shard.rank) == place
+            )
+
+    def is_abandoned(self, handle: JudgedHandle) -> bool:
+        """Whether its user gives it up, whatever becomes of what it holds."""
+        return abandons(handle) or handle in self._abandoned
+
     def lost(self, handle: JudgedHandle) -> None:
         """The handle's content is lost, without leave."""
         content = handle.member.content
@@ -302,7 +315,9 @@ class RetentionJudge:
             for h in holders
             if h is handle or self._surely_holds(h, content_id, record.began, handle)
         )
-        holders = (h for h in holders if not any(map(abandons, (h, *self._world.mates(h)))))
+        holders = (
+            h for h in holders if not any(map(self.is_abandoned, (h, *self._world.mates(h))))
+        )
         return not self._missing(content_id, filter(self._is_reliable, holders))
 
     def _lacks(self, handle: JudgedHandle, record: JudgedCall, *, elsewhere: bool) -> list[int]:
