@@ -368,6 +368,17 @@ def test_what_nobody_remembers_may_be_newer_than_what_was_heard_last() -> None:
     users.model.announced("hub", None)
 
 
+def test_a_rollback_that_is_not_over_may_strike_what_comes_back_unseen() -> None:
+    users = Callers(1)
+    users.publishing(2)  # a record of it is found, and no caller has heard of it
+    users.rolling_back(1)
+    users.model.state_lost()
+    for found in (info(1), info(2)):
+        users.model.restored(found)
+    users.model.announced("hub", info(2))
+    users.model.announced("hub", info(1))
+
+
 # -- what must stay
 
 

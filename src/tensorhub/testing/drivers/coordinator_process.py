@@ -113,7 +113,9 @@ class CoordinatorProcess:
     def _stored(self, persist: Persist, term: Term) -> None:
         world, record = self._world, persist.record
         is_early = self._timeline.now < term.unheard_until
-        if term.unstored.get(record) is not persist or term.is_cut_off or is_early:
+        # one writer writes them, and hears of them, in their order
+        is_next = persist is next(iter(term.unstored.values()), None)
+        if not is_next or term.is_cut_off or is_early:
             return  # it was written sooner; or it will be asked for again
         if record not in term.durable:
             if self._faults.store_fails():
@@ -256,8 +258,8 @@ class CoordinatorProcess:
                     after.durable.add(record)
         if after.party.alive:
             world.former = after
+            world.guarantees.history.deposed()
         world.note(f"a coordinator leads on {name}, beside {world.former}")
-        world.guarantees.history.deposed()
         timeline.coordinator = Process(name)
         world.start_coordinator(timeline.coordinator)
         after.is_cut_off = False  # what it writes is refused

@@ -55,13 +55,13 @@ class CallHistory:
         # Watches of the present connections, by incarnation and model. When one is said again,
         # older news may be coming.
         self._watches: set[tuple[str, str]] = set()
-        # by model: the moment at which the last leader was deposed
+        # by model: the moment at which the last leader was deposed that went on
         self._deposed: dict[str, int] = {}
         self.rolled_back_to: dict[str, int] = {}  # by model: the lowest number that was asked for
         self._rollbacks: dict[str, RollingBack] = {}  # by the names under which they are said again
 
     def deposed(self) -> None:
-        """Another coordinator leads from now on."""
+        """Another coordinator leads from now on, beside the one that led until now."""
         self._deposed = {name: model.moment for name, model in self.models.items()}
 
     def answered_by(self, worker: JudgedWorker, call: Call, model: str) -> None:

@@ -83,7 +83,7 @@ class _Version:
     first: int  # somebody has seen it here
     since: int  # it was visible at a moment between this
     # and this, and surely is from then on, but for rollbacks that were not over at `since`
-    seen: int
+    seen: float
     gone = inf  # it surely is visible no more
     undone = inf  # the first rollback past it that was not over at `since` began here
 
@@ -270,7 +270,8 @@ class ReferenceModel:
     def restored(self, info: VersionInfo) -> None:
         """An archive had it: it is visible again."""
         now = self._next(edge=True)
-        version = self._versions.setdefault(info.content_id, _Version(info, now, now, now, now))
+        # a new one is not there yet: a rollback that is not over may strike it, too
+        version = self._versions.setdefault(info.content_id, _Version(info, now, now, now, inf))
         version.gone = inf
         if not self._is_there(version, now):
             version.since = version.seen = now
