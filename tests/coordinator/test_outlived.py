@@ -10,10 +10,19 @@ import dataclasses
 
 import pytest
 
-from tensorhub.coordinator import CloseSession, Connected, Outlived, Received, Send
+from tensorhub.coordinator import (
+    CloseSession,
+    Connected,
+    Decision,
+    Outlived,
+    Received,
+    Send,
+    limits,
+)
+from tensorhub.errors import LeaseLost
 from tensorhub.messages import FromWorker, Held, Join, Refused, Register, Watch
 from tensorhub.testing import DEVICE, StepwiseCluster
-from tensorhub.types import Location, Medium, Purpose
+from tensorhub.types import Location, Medium, OpKey, Purpose
 from tests.worker.test_member import published
 
 SESSION = 77
@@ -49,6 +58,12 @@ def holds(**more: object) -> FromWorker:
     return dataclasses.replace(REGISTER, held=dataclasses.replace(HELD, **more))  # type: ignore[arg-type]
 
 
+def committed(group: str, sequence: int) -> FromWorker:
+    """A rank of such a group was told so, by the coordinator of epoch 1 in the first membership."""
+    key = OpKey("actor", group, (1 << 32) + 1, sequence)
+    return dataclasses.replace(REGISTER, group=group, world_size=2, held=None, committed=key)
+
+
 @pytest.mark.parametrize(
     ("message", "why"),
     [
@@ -58,6 +73,8 @@ def holds(**more: object) -> FromWorker:
         (Watch("unknown", 0, 0), "version 0 of 'unknown', lineage 0: number None of lineage 0"),
         (holds(), "version 9 of 'actor', lineage 0: number 1 of lineage 0"),
         (holds(version=1), "version 1 of 'actor', lineage 0: other content"),
+        (committed("trainer", 1), "trainer@4294967297#1 is committed: actor/trainer@4294967297#0"),
+        (committed("g", 0), "actor/g@4294967297#0 is committed: none is known here"),
     ],
 )
 def test_what_only_a_later_coordinator_could_have_told_is_no_secret(
@@ -76,6 +93,7 @@ def test_what_only_a_later_coordinator_could_have_told_is_no_secret(
         Watch("unknown"),
         holds(voted=True),
         holds(lineage=None),  # of a cluster before this one, or an older release
+        committed("trainer", 0),
         dataclasses.replace(REGISTER, medium=Medium.HOST, purpose=Purpose.ARCHIVE),
     ],
 )
@@ -89,13 +107,19 @@ def test_versions_of_an_earlier_lineage_prove_nothing(message: FromWorker) -> No
     assert not said(message, lineage=1)
 
 
-@pytest.mark.parametrize("message", [Watch("actor", 0, 9), holds()])
+def test_a_decision_that_may_be_forgotten_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "DECISIONS_MAX", 1)
+    assert not said(committed("g", 0))
+    assert said(committed("trainer", 1))
+
+
+@pytest.mark.parametrize("message", [Watch("actor", 0, 9), holds(), committed("g", 0)])
 def test_a_worker_of_another_cluster_proves_nothing(message: FromWorker) -> None:
     """What it says may have waited since before the state was lost."""
     assert not said(message, join=joins(9, "another"))
 
 
-@pytest.mark.parametrize("message", [joins(9), Watch("actor", 0, 9)])
+@pytest.mark.parametrize("message", [joins(9), Watch("actor", 0, 9), committed("g", 0)])
 def test_the_read_only_token_ends_no_coordinator(message: FromWorker) -> None:
     assert not said(message, read_only=True)
 
@@ -117,3 +141,42 @@ def test_nothing_follows_a_later_join() -> None:
     cluster.coordinator.step(Connected(SESSION, "x.1", "worker"), 0.0)
     (action,) = cluster.coordinator.step(Received(SESSION, joins(2)), 0.0)
     assert isinstance(action, Outlived)
+
+
+def come_back(cluster: StepwiseCluster) -> None:
+    """The coordinator restarts, and all its workers connect again."""
+    cluster.restart()
+    for worker in cluster.workers.values():
+        worker.connect()
+    cluster.run()
+
+
+def test_ranks_that_remember_a_commit_are_told_once_that_state_was_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a rank would hold what the coordinator does not know, and a rank in doubt be told that
+    the commit was none (R6).
+    """
+    cluster, reasons = StepwiseCluster(), list[str]()
+    monkeypatch.setattr(cluster, "begin_anew", lambda term, why: reasons.append(why))
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    for rank in trainers:
+        rank.publish(1)
+    cluster.run()
+    for rank in readers:
+        rank.replicate()
+    cluster.run()
+    come_back(cluster)
+    assert not reasons
+    assert isinstance(cluster.store[-1], Decision)
+    cluster.take_older_state(len(cluster.store) - 1)
+    come_back(cluster)
+    assert reasons[0].endswith("reader@4294967298#0 is committed: none is known here")
+    reasons.clear()
+    cluster.become_new_cluster()
+    come_back(cluster)
+    asked = [rank.replicate() for rank in readers]
+    cluster.run()
+    assert all(isinstance(each.error, LeaseLost) for each in asked)
+    come_back(cluster)  # what they were told before counts no more
+    assert not reasons

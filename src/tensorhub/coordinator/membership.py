@@ -20,6 +20,7 @@ from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.registrations import (
     Announcements,
     ManifestQuestions,
+    beyond_decisions,
     misfit,
     too_much,
 )
@@ -403,6 +404,8 @@ class Membership:
         epoch.
         """
         cluster = self._cluster
+        if worker.session is not None and cluster.sessions[worker.session].remembers:
+            cluster.outlived(beyond_decisions(cluster, message))
         whole = self._manifest_questions.with_manifests(message)
         if whole is None:
             assert worker.session is not None

@@ -90,6 +90,21 @@ def misfit(cluster: Cluster, message: Register) -> TensorHubError | None:
     return None
 
 
+def beyond_decisions(cluster: Cluster, message: Register) -> str | None:
+    """What this rank was told that its group has committed to, and the record lacks, so that it is
+    older than the rank's memory (R6); None: nothing.
+    """
+    key, decision = message.committed, cluster.decisions.get((message.model, message.group))
+    if key is None:
+        return None
+    newest = (decision.key.epoch, decision.key.sequence) if decision is not None else (-1, -1)
+    may_be_forgotten = decision is None and len(cluster.decisions) >= limits.DECISIONS_MAX
+    if (key.epoch, key.sequence) <= newest or may_be_forgotten:
+        return None
+    here = f"{decision.key} is the newest here" if decision is not None else "none is known here"
+    return f"a rank was told that {key} is committed: {here}"
+
+
 def too_much(
     cluster: Cluster, worker: Worker, message: Register, *parts: tuple[bytes, ...]
 ) -> TensorHubError | None:

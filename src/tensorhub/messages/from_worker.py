@@ -105,6 +105,9 @@ class Register:
     `layout_id`: which part of which tensors this rank has; those of all ranks together are the
     group's layout. `part_ids` name it in detail where the tensors are parts, and `parts` are those
     of them that RegisterAgain has asked for. `partial`: the group may leave published bytes unread.
+
+    `committed`, in a group of several ranks: its newest operation of which this rank was told that
+    it is committed, and so recorded.
     """
 
     request: U64
@@ -127,6 +130,7 @@ class Register:
     part_ids: PartIds = ()
     parts: Annotated[tuple[ManifestBlob, ...], Length(PARTS_ASKED_MAX)] = ()
     partial: bool = False
+    committed: Annotated[OpKey | None, Since(19)] = None
 
 
 @dataclass(frozen=True, slots=True)

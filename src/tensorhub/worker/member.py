@@ -452,7 +452,7 @@ class Member:
         """
         self._context.enter(now)
         call, known, reported = self.running, self._session.was_known, False
-        self._session.left = None
+        self._session.left = self._session.committed = None
         if isinstance(call, GroupCall):
             reported = call.state_lost(self._memory.loss_error())
         self._memory.lose(reported=reported or not known)
@@ -576,7 +576,8 @@ class Member:
             self.running.give_up(info.error())
 
     def _outcome(self, message: messages.Outcome) -> None:
-        call, was_left = self.running, self._session.heard(message.key)
+        call = self.running
+        was_left = self._session.heard(message.key, committed=message.committed)
         if self._memory.doubt == message.key:
             self._memory.resolve(message)
             self._heard_retained(message)

@@ -114,6 +114,8 @@ class RegistrationSession:
         self._epoch = 0
         self._sequence = 0  # of the next group call
         self.lineage: int | None = None  # the model's, as far as it was heard of
+        # the group's newest operation that it was told is committed, in this cluster
+        self.committed: OpKey | None = None
         # what the key of the next group call would have been at former coordinators
         self.untaken: tuple[OpKey, ...] = ()
         self.keys_taken = 0  # how many group calls this rank has said, or refused
@@ -170,6 +172,7 @@ class RegistrationSession:
             part_ids=s.part_ids,
             parts=tuple(parts),
             partial=s.declared is not None and s.declared.partial,
+            committed=self.committed if s.world_size > 1 else None,
         )
 
     def asked(self, request: int) -> bool:
@@ -218,8 +221,10 @@ class RegistrationSession:
         self.left = Abandon(key, self.shard.rank, error)
         return self.left
 
-    def heard(self, key: OpKey) -> bool:
+    def heard(self, key: OpKey, *, committed: bool) -> bool:
         """That operation's outcome is known now; True if this rank had left the operation."""
+        if committed:
+            self.committed = max(key, self.committed or key)
         if self.left is None or self.left.key != key:
             return False
         self.left = None
