@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tensorhub.integrations.probing import leaves_bytes, own_tensors
+from tensorhub.integrations.probing import kind, leaves_bytes, own_tensors
 
 SHAPE = (4, 6)
 
@@ -149,6 +149,37 @@ def test_what_is_undone() -> None:
 
     assert leaves_bytes(layer, own_tensors(layer), twice, is_exact=False)
     assert not leaves_bytes(layer, own_tensors(layer), twice)
+
+
+def other_shape(layer: Any) -> None:
+    layer.weight = nn.Parameter(torch.ones(SHAPE[::-1]).to(torch.bfloat16), requires_grad=False)
+
+
+def other_dtype(layer: Any) -> None:
+    layer.weight = nn.Parameter(torch.ones(SHAPE), requires_grad=False)
+
+
+def other_method(layer: Any) -> None:
+    layer.quant_method = Method(derive)
+
+
+@pytest.mark.parametrize("change", [turn, remove, other_shape, other_dtype, other_method])
+def test_layers_of_one_kind_differ_in_nothing_that_is_processed(
+    change: Callable[[Any], object],
+) -> None:
+    layer, alike = Layer(note), Layer(note)
+    for n, each in enumerate((layer, alike)):
+        each.__dict__.update(prefix=f"layers.{n}", sizes=[4, (2, True)], act=lambda x: x)
+    assert kind(layer, own_tensors(layer)) == kind(alike, own_tensors(alike))
+    change(alike)
+    assert kind(layer, own_tensors(layer)) != kind(alike, own_tensors(alike))
+
+
+@pytest.mark.parametrize("size", [5, True, "4", None, [4], (4,)])
+def test_a_layer_with_another_attribute_is_of_another_kind(size: object) -> None:
+    layer, other = Layer(note), Layer(note)
+    layer.__dict__["size"], other.__dict__["size"] = 4, size
+    assert kind(layer, own_tensors(layer)) != kind(other, own_tensors(other))
 
 
 def test_own_tensors_are_parameters_and_persistent_buffers() -> None:

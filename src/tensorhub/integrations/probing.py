@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_NAMES = {"prefix", "layer_name"}  # a layer's own place in its model
 
 
 def own_tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
@@ -30,6 +31,35 @@ def own_tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
         for name, each in (*layer._parameters.items(), *buffers.items())
         if each is not None
     }
+
+
+def kind(layer: nn.Module, loaded: Mapping[str, torch.Tensor]) -> Hashable:
+    """Equal for layers that post-processing treats alike: those of one class, with tensors of equal
+    shapes, strides, dtypes and classes, and with attributes that are equal, or are objects of one
+    class. Random numbers for each of a model's layers would take longer than to load it.
+    """
+    tensors = [
+        (name, type(each), tuple(each.shape), each.stride(), each.dtype, each.device)
+        for these in (own_tensors(layer), loaded)
+        for name, each in sorted(these.items())
+    ]
+    attributes = [
+        (type(each), name, _shown(value))
+        for each in (layer, layer.quant_method)
+        for name, value in sorted(each.__dict__.items())
+        if name not in _NAMES
+    ]
+    return type(layer), tuple(tensors), tuple(attributes)
+
+
+def _shown(value: Any) -> Hashable:
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_shown, value))
+    if isinstance(value, types.MethodType):
+        return value.__func__
+    if isinstance(value, types.FunctionType):  # one that holds objects is equal to itself alone
+        return value if value.__closure__ or value.__defaults__ else value.__code__
+    return type(value), value if isinstance(value, _PLAIN) else None
 
 
 def leaves_bytes(

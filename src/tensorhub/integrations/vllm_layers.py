@@ -12,7 +12,7 @@ This module uses vLLM's `model_executor.model_loader.reload`, with three of its 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,14 @@ from vllm.model_executor.model_loader.reload.meta import (
 )
 
 from tensorhub.errors import StateError
-from tensorhub.integrations.probing import leaves_bytes, own_tensors, pattern, same_bytes, trial
+from tensorhub.integrations.probing import (
+    kind,
+    leaves_bytes,
+    own_tensors,
+    pattern,
+    same_bytes,
+    trial,
+)
 
 __all__ = [
     "acts_once",
@@ -94,10 +101,10 @@ def load_format(model: nn.Module) -> Iterator[None]:
             )
 
 
-def is_unprocessed(layer: nn.Module) -> bool:
+def is_unprocessed(layer: nn.Module, tried: dict[Hashable, bool]) -> bool:
     """Whether post-processing leaves this layer's tensors as they are loaded, and derives nothing
     from them. Tried with random bytes on a shallow copy of the layer, for equal pointers, shapes
-    and strides would prove nothing.
+    and strides would prove nothing. `tried`: what came of layers of each `kind`.
     """
     method = getattr(layer, "quant_method", None)
     metadata = get_layerwise_info(layer).restore_metadata
@@ -107,28 +114,40 @@ def is_unprocessed(layer: nn.Module) -> bool:
         return False
     if not isinstance(method, QuantizeMethodBase):
         return True
-    return _can_be_tried(method) and leaves_bytes(
-        layer, {name: loaded[name] for name in names}, _process_trial
-    )
+    if not _can_be_tried(method):
+        return False
+    loaded = {name: loaded[name] for name in names}
+    its = kind(layer, loaded)
+    if its not in tried:
+        tried[its] = leaves_bytes(layer, loaded, _process_trial)
+    return tried[its]
 
 
-def acts_once(layer: nn.Module) -> bool:
+def acts_once(layer: nn.Module, tried: dict[Hashable, bool]) -> bool:
     """Whether post-processing does something to the tensors that a layer is loaded with first, and
     not to later ones: some experts are laid out when their kernel is made, and never again. Tried
-    as `is_unprocessed` is.
+    as `is_unprocessed` is. `tried`: what came of layers of each `kind`.
     """
     method = getattr(layer, "quant_method", None)
     if getattr(method, "moe_kernel", None) is None or not _can_be_tried(method):
         return False
     metadata = get_layerwise_info(layer).restore_metadata
-    loaded, live = {**metadata[0], **metadata[1]}, own_tensors(layer)
+    loaded = {**metadata[0], **metadata[1]}
+    its = kind(layer, loaded)
+    if its not in tried:
+        tried[its] = _differs_later(layer, loaded)
+    return tried[its]
+
+
+def _differs_later(layer: nn.Module, loaded: Mapping[str, torch.Tensor]) -> bool:
+    live = own_tensors(layer)
     patterns = {
         name: pattern(loaded[name], each.device) for name, each in live.items() if name in loaded
     }
     first, later = trial(layer, loaded, patterns), trial(layer, loaded, patterns)
     first.quant_method.moe_kernel = None  # type: ignore[union-attr]
-    for tried in (first, later):
-        _process_trial(tried)
+    for each in (first, later):
+        _process_trial(each)
     then = own_tensors(later)
     return any(
         name not in then or not same_bytes(each, then[name])

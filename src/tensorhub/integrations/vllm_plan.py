@@ -19,7 +19,7 @@ Responsible for that plan. Not responsible for carrying it out (`vllm_updater`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -111,9 +111,12 @@ class Planner:
         self._model = model
         self._ties = bool(getattr(model_config.hf_config, "tie_word_embeddings", False))
         self._first = first_load(model)
-        self._unprocessed = {layer for layer in model.modules() if layers.is_unprocessed(layer)}
+        left, once = dict[Hashable, bool](), dict[Hashable, bool]()
+        self._unprocessed = {
+            layer for layer in model.modules() if layers.is_unprocessed(layer, left)
+        }
         self._acting_once = [
-            name for name, layer in model.named_modules() if layers.acts_once(layer)
+            name for name, layer in model.named_modules() if layers.acts_once(layer, once)
         ]
 
     def plan(self, model_name: str, specs: Specs, ignored: Sequence[str] = ()) -> Plan:
