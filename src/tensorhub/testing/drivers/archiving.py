@@ -441,19 +441,22 @@ class SimArchive:
         retained = model.retained() if model is not None else ()
         pinned = frozenset(key for key in self._bucket if key.number in retained)
         unwanted = self._bucket.keys() - replace(keep, pinned=pinned).chosen(self._bucket)
-        for key in sorted(unwanted):
-            self._remove(key)
+        self._remove(sorted(unwanted))
 
-    def _remove(self, key: Key) -> None:
+    def _remove(self, keys: Sequence[Key]) -> None:
+        """One after the other, and nothing else meanwhile."""
+        self._is_busy = bool(keys)
+        if not keys:
+            return
+        key, *later = keys
         copies, machine = self.worker.copies, self.worker.copies.machine
         idents = [copy.handle.id for (its, _), copy in self._copies.items() if its == key]
         left = [copies.want(machine.remove(ident, REMOVE_S)) for ident in idents]
-        self._is_busy = True
 
         def ended() -> None:
-            self._is_busy = False
             if key in self._bucket and not any(each.error for each in left):
                 self._forget(key, unwanted=True)
+            self._remove(later)
 
         when_done(left, ended)
 
