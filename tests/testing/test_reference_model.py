@@ -379,6 +379,18 @@ def test_a_rollback_that_is_not_over_may_strike_what_comes_back_unseen() -> None
     users.model.announced("hub", info(1))
 
 
+def test_a_rollback_that_an_older_state_has_lost_takes_nothing_away() -> None:
+    """Its caller hears that it is done when the state has gone back already."""
+    users = Callers(1, 2)
+    rollback = users.rolling_back(1)
+    users.model.state_lost()
+    for found in (info(1), info(2)):
+        users.model.restored(found)
+    users.model.rolled_back(rollback)
+    users.model.listens("hub")
+    users.model.announced("hub", info(2))
+
+
 # -- what must stay
 
 

@@ -86,6 +86,7 @@ class _Version:
     seen: float
     gone = inf  # it surely is visible no more
     undone = inf  # the first rollback past it that was not over at `since` began here
+    restored = 0  # it was visible again from here on, whatever had been decided
 
     @property
     def number(self) -> int:
@@ -272,7 +273,7 @@ class ReferenceModel:
         now = self._next(edge=True)
         # a new one is not there yet: a rollback that is not over may strike it, too
         version = self._versions.setdefault(info.content_id, _Version(info, now, now, now, inf))
-        version.gone = inf
+        version.gone, version.restored = inf, now
         if not self._is_there(version, now):
             version.since = version.seen = now
             version.undone = self._undone(version)
@@ -280,7 +281,8 @@ class ReferenceModel:
     def rolled_back(self, call: RollingBack) -> None:
         call.ended = self._next(edge=True)
         for version in self._versions.values():
-            if version.number > call.to and version.first <= call.began:
+            known = max(version.first, version.restored)
+            if version.number > call.to and known <= call.began:
                 version.gone = min(version.gone, call.ended)
 
     def not_rolled_back(self, call: RollingBack, *, beyond: bool = False) -> None:
