@@ -830,6 +830,10 @@ class Attempts:
     damaged: dict[str, str] = field(default_factory=dict)
     # by source incarnation: not tried again before
     retry_at: dict[str, float] = field(default_factory=dict)
+    # when a source that has refused it, and may not have heard yet, is expected to serve it
+    served_by: float = -inf
+    # before that it reads from no other site: a neighbour does, and it follows
+    follows_at: float = -inf
     compared_at: float = -inf  # when a faster source was sought last
     moved_with: int = -1  # chunks that it had verified when it was moved last in mid-read
 

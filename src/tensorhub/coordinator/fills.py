@@ -120,7 +120,7 @@ class Fills:
         found = dict[int, list[Source]]()
         for part in operation.parts.values():
             if part.needs_bytes and not part.has_written:
-                sources = self._choice.sources(part) if ways.serve(operation) else []
+                sources = self._readers.sources(part) if ways.serve(operation) else []
                 if not (ways.are_enough(sources, part.needs or ()) if part.bridges else sources):
                     return None
                 found[part.rank] = sources

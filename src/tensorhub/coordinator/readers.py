@@ -8,14 +8,15 @@ responsible for the ranking of sources (`source_choice`), for the effects of a m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tensorhub.coordinator import limits, waiting, ways
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Worker
-from tensorhub.coordinator.source_choice import GAIN_S, Feeding, SourceChoice
+from tensorhub.coordinator.source_choice import GAIN_S, Feeding, SourceChoice, is_far
 from tensorhub.coordinator.states import LeaseState, WorkerState
+from tensorhub.coordinator.ways import Source
 from tensorhub.messages import (
     AddSource,
     CutReader,
@@ -54,7 +55,22 @@ class Readers:
         """New leases on the best sources for this reader; fewer, where there is no candidate
         now.
         """
-        return [self.lend(part, *source) for source in self._choice.sources(part)]
+        return [self.lend(part, *source) for source in self.sources(part)]
+
+    def sources(self, part: RankPart, needs: Sequence[Need] | None = None) -> list[Source]:
+        """As `SourceChoice` finds them. Where they are in other sites, and a neighbour is about to
+        read there, the reader waits, and follows. (If no reader can follow it: its update is
+        staged. Else the neighbour does.)
+        """
+        found, attempts = self._choice.sources(part, needs), part.attempts
+        if not part.operation.is_staged or not any(is_far(each, part) for _, each in found):
+            return found
+        by = self._choice.neighbour_is_served_by(part)
+        if not self._cluster.now < by <= part.deadline - part.call.timeout_s / 2:
+            return found
+        attempts.follows_at = by
+        self._cluster.timers.hasten("retry", part.operation.name, by)
+        return []
 
     def lend(self, part: RankPart, need: Need | None, holding: Holding) -> Grant:
         """A new lease on a source that was chosen for this reader. Everything comes through it, or
@@ -220,9 +236,7 @@ class Readers:
         """
         lacking, own = _unfed(part), part.layout.of(part.shard)
         grants = (
-            [self.lend(part, *source) for source in self._choice.sources(part, lacking)]
-            if lacking
-            else []
+            [self.lend(part, *source) for source in self.sources(part, lacking)] if lacking else []
         )
         if part.is_abandoned or waiting.can_be_whole(part) or not waiting.needs_source(part):
             return grants
@@ -286,17 +300,21 @@ class Readers:
         retry_at = attempts.retry_at[incarnation] = self._cluster.now + wait_s
         is_in_time = retry_at <= part.deadline - part.call.timeout_s / 2
         is_near = distance(part.member.worker.location, source.location) is not Distance.FAR
-        if reason == "refused" and failures <= REFUSALS_MAX and is_in_time and is_near:
+        has_not_heard = reason == "refused" and failures <= REFUSALS_MAX and is_in_time
+        if has_not_heard:
+            attempts.served_by = retry_at + RETRY_S_FIRST
+        if has_not_heard and is_near:
             attempts.spared.add(incarnation)
         else:
             attempts.spared.discard(incarnation)
         self._cluster.timers.hasten("retry", part.operation.name, retry_at)
 
     def set_retry_timer(self, operation: Operation) -> None:
-        """Look again when the first source that has failed a reader may be tried again."""
-        times = [
-            when for part in operation.parts.values() for when in part.attempts.retry_at.values()
-        ]
+        """Look again when the first source that has failed a reader may be tried again, or a reader
+        waits for its neighbour no more.
+        """
+        attempts = [part.attempts for part in operation.parts.values()]
+        times = [when for each in attempts for when in (*each.retry_at.values(), each.follows_at)]
         later = [when for when in times if when > self._cluster.now]
         if later:
             self._cluster.timers.set("retry", operation.name, min(later))
@@ -401,7 +419,7 @@ class Readers:
         part = lease.part
         needs = waiting.lacking(part, without=lease) if part.bridges else []
         is_spare = waiting.is_spare(lease)
-        sources = [] if is_spare else self._choice.sources(part, needs)
+        sources = [] if is_spare else self.sources(part, needs)
         if is_spare or (sources and (not part.bridges or ways.are_enough(sources, needs))):
             self._leave_for(
                 lease, [self.lend(part, *source) for source in sources], "the source leaves"

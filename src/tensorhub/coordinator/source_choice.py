@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from math import inf
 from operator import attrgetter
 
 from tensorhub.coordinator import ways
@@ -167,11 +169,27 @@ class SourceChoice:
         else:
             holding = self.choose(part, version)
             found = [] if holding is None else [(None, holding)]
-        is_far = any(_is_far(each, part) for _, each in found)
-        is_patient = any(
-            part.attempts.retry_at[each] > self._cluster.now for each in part.attempts.spared
+        now, attempts = self._cluster.now, part.attempts
+        is_patient = attempts.follows_at > now or any(
+            attempts.retry_at[each] > now for each in attempts.spared
         )
-        return [] if is_patient and is_far else found
+        return [] if is_patient and any(is_far(each, part) for _, each in found) else found
+
+    def neighbour_is_served_by(self, part: RankPart) -> float:
+        """When a neighbour that fills the same, and lacks a source, is expected to have one: only
+        its source has not heard yet that it may serve.
+        """
+        looks = count()
+
+        def by(holding: Holding) -> float:
+            its = holding.member.part
+            is_near = not is_far(holding, part) and _may_bring(holding, part)
+            return its.attempts.served_by if its is not None and is_near else -inf
+
+        now, there = self._cluster.now, part.layout.of(part.shard)
+        refuses: Callable[[Holding], bool] = lambda h: next(looks) < LOOKS_MAX and by(h) <= now  # noqa: E731
+        found = self._best(part, there, refuses, stranded=True)
+        return by(found) if found is not None else -inf
 
     def choose(self, part: RankPart, version: Version, need: Need | None = None) -> Holding | None:
         """The source from which it would have everything first, or None if there is none now. What
@@ -426,7 +444,7 @@ def _rest(part: RankPart) -> Wanted:
     return Wanted(round(wanted.nbytes * left), wanted.chunk_bytes)
 
 
-def _is_far(holding: Holding, part: RankPart) -> bool:
+def is_far(holding: Holding, part: RankPart) -> bool:
     """Whether it is in another site than that reader."""
     return distance(part.member.worker.location, holding.member.worker.location) is Distance.FAR
 
