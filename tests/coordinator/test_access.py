@@ -138,7 +138,9 @@ def world() -> tuple[StepwiseCluster, Reader, SimHandle]:
     trainer.publish(1)
     cluster.run()
     reader = Reader(cluster)
-    assert reader.say(JOIN) == [Welcome("c", 1, 10.0, False, read_only=True, release=release())]
+    assert reader.say(JOIN) == [
+        Welcome("c", 1, 10.0, False, read_only=True, release=release(), term="term1")
+    ]
     return cluster, reader, trainer
 
 

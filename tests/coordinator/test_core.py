@@ -39,7 +39,7 @@ def test_only_workers_join_and_only_once() -> None:
     assert answers(cluster, 77, join) == ["only a worker joins, and only once"]
     cluster.coordinator.step(Connected(78, "x.2", "worker"), 0.0)
     assert answers(cluster, 78, join, join) == [
-        Welcome("c", 1, 10.0, False, release=release()),
+        Welcome("c", 1, 10.0, False, release=release(), term="term1"),
         "only a worker joins, and only once",
     ]
     cluster.coordinator.step(Disconnected(78), 0.0)

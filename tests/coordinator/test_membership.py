@@ -141,7 +141,9 @@ def test_a_join_that_comes_late_over_a_former_connection_does_not_replace_the_ne
     join = Join("x", Location(), (), 1, 0)
     for session in (77, 78):
         cluster.coordinator.step(Connected(session, "x.1", "worker"), 0.0)
-    assert answers(cluster, 78, join) == [Welcome("c", 1, 10.0, False, release=release())]
+    assert answers(cluster, 78, join) == [
+        Welcome("c", 1, 10.0, False, release=release(), term="term1")
+    ]
     assert answers(cluster, 77, join) == ["the same worker has a newer connection"]
     assert answers(cluster, 78, Heartbeat(1)) == [HeartbeatAck(1, cluster.now)]
 

@@ -82,7 +82,7 @@ def test_fields_that_a_younger_peer_has_appended_are_passed_over() -> None:
     fields = msgpack.unpackb(codec.encode(JOIN))
     fields[2] = [*fields[2], "of a location"]
     assert codec.decode(msgpack.packb([*fields, 1, ["x", {"y": [2]}], None]), FROM_WORKER) == JOIN
-    with pytest.raises(ProtocolError, match="73 fields, not 8 as a Join has"):
+    with pytest.raises(ProtocolError, match="74 fields, not 9 as a Join has"):
         codec.decode(msgpack.packb([*fields, *range(65)]), FROM_WORKER)
     deep = msgpack.packb([*fields, 1])[:-1] + b"\x91" * 5000 + b"\x00"
     with pytest.raises(ProtocolError, match="a field of a younger release"):

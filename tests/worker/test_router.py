@@ -191,22 +191,25 @@ def test_nothing_is_kept_of_what_has_ended() -> None:
     assert router.route(Registered(request, "a", 1, 1, True)) == []
 
 
-def test_a_state_is_lost_with_another_cluster_or_an_older_epoch() -> None:
+def test_a_state_is_lost_with_another_cluster_an_older_epoch_or_the_same_one_again() -> None:
     router = two_ranks()
     sessions = [
-        ("x", 2, False),
-        ("x", 2, False),
-        ("x", 3, False),
-        ("x", 2, True),
-        ("y", 9, True),
-        ("y", 9, False),
+        ("x", 2, "a", False),
+        ("x", 2, "a", False),
+        ("x", 3, "b", False),
+        ("x", 3, "b'", True),
+        ("x", 2, "c", True),
+        ("x", 2, "", False),  # by an older release
+        ("y", 9, "d", True),
+        ("y", 9, "d", False),
     ]
-    for cluster, epoch, is_lost in sessions:
-        steps = router.welcomed(Welcome(cluster, epoch, 5.0, True))
+    for cluster, epoch, term, is_lost in sessions:
+        steps = router.welcomed(Welcome(cluster, epoch, 5.0, True, term=term))
         anew = [Anew.WATCH, *map(Resume, "abc"), Anew.PIN]
         assert steps == (
             [*map(LoseState, "abc"), Anew.FORGET_VERSIONS, *anew] if is_lost else anew
-        ), (cluster, epoch)
+        ), (cluster, epoch, term)
+        assert (router.cluster, router.epoch, router.term) == (cluster, epoch, term)
 
 
 def test_a_register_that_was_answered_may_be_asked_for_again() -> None:

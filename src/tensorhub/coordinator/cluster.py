@@ -124,13 +124,14 @@ class Cluster:
         self,
         ident: str,
         epoch: int,
+        term: str,
         options: Options,
         ids: Callable[[], str],
         observations: Observations,
     ) -> None:
         self.id = ident  # names the durable state
         self.observations = observations  # no decision depends on them
-        self.epoch = epoch  # of this coordinator
+        self.epoch, self.term = epoch, term  # of this coordinator
         self.options = options
         self.new_id = ids
         self.now = self.began_at = 0.0

@@ -65,9 +65,9 @@ class Coordinator(Stateful[CoordinatorState]):
     """One coordinator, with all that it knows.
 
     `cluster`: the id of its durable state. `epoch`: larger than the epochs of all earlier
-    coordinators on that state. `ids`: mints ids that are unique in the cluster. `durable`: the
-    content of the store at the start. `wall_offset_s`: what makes `now` seconds since 1970, for
-    people.
+    coordinators on that state. `term`: of no other coordinator; "": no worker may rely on that.
+    `ids`: mints ids that are unique in the cluster. `durable`: the content of the store at the
+    start. `wall_offset_s`: what makes `now` seconds since 1970, for people.
     """
 
     machine = "coordinator"
@@ -83,9 +83,11 @@ class Coordinator(Stateful[CoordinatorState]):
         now: float,
         durable: Durable | None = None,
         wall_offset_s: float = 0.0,
+        term: str = "",
     ) -> None:
         super().__init__(CoordinatorState.RECOVERING)
-        self.cluster = Cluster(cluster, epoch, options, ids, Observations(wall_offset_s, epoch))
+        observations = Observations(wall_offset_s, epoch)
+        self.cluster = Cluster(cluster, epoch, term, options, ids, observations)
         self.cluster.now = self.cluster.began_at = self.cluster.listens_since = now
         self._versions = Versions(self.cluster)
         self._retentions = Retentions(self.cluster)

@@ -70,24 +70,37 @@ class Membership:
 
     # -- workers
 
+    def _welcomed_since(self, message: Join) -> str:
+        """How the worker was welcomed by another coordinator that has led on the state of this one
+        since this one found it; "": it was not.
+        """
+        cluster = self._cluster
+        told = f"worker {message.name!r} was welcomed in epoch {message.epoch}"
+        if message.cluster != cluster.id or message.epoch < cluster.epoch:
+            return ""
+        if message.epoch > cluster.epoch:
+            return f"{told} already, and this is epoch {cluster.epoch}"
+        is_other = message.term not in ("", cluster.term)
+        return f"{told} by another coordinator, and this is that epoch again" if is_other else ""
+
     def join(self, session: Session, message: Join) -> None:
         """A worker introduces itself on a new connection: for the first time, or again within its
         lease.
         """
         cluster = self._cluster
-        is_known_to_it = message.cluster == cluster.id
-        session.remembers = is_known_to_it and not session.read_only
-        if is_known_to_it and message.epoch > cluster.epoch:
-            told = f"worker {message.name!r} was welcomed in epoch {message.epoch} already"
-            told = f"{told}, and this is epoch {cluster.epoch}"
-            if session.read_only:  # what it claims ends no coordinator
-                text = (
-                    f"{told}: another coordinator leads, or this one has an older copy of its "
-                    f"state; if that lasts, restart this worker"
-                )
-                cluster.refuse_session(session.number, CoordinatorUnavailable(text))
-            else:
-                cluster.outlived(told)
+        session.remembers = message.cluster == cluster.id and not session.read_only
+        told = self._welcomed_since(message)
+        if told and session.remembers:
+            cluster.outlived(told)
+            return
+        # What a read-only worker claims ends no coordinator. (One of the same epoch is told by its
+        # Welcome that the state is an older copy.)
+        if told and message.epoch > cluster.epoch:
+            text = (
+                f"{told}: another coordinator leads, or this one has an older copy of its state; "
+                f"if that lasts, restart this worker"
+            )
+            cluster.refuse_session(session.number, CoordinatorUnavailable(text))
             return
         if session.incarnation in cluster.lost:
             cluster.dismiss(
@@ -154,6 +167,7 @@ class Membership:
             session.read_only,
             cluster.now,
             release(),
+            cluster.term,
         )
         cluster.send(session.number, welcome)
         if worker.host_bytes:  # else it makes no copies; and there may be very many models

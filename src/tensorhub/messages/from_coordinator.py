@@ -48,7 +48,8 @@ class Welcome:
     which repeats it in its heartbeats.
 
     `read_only`: this worker has a read-only token. It may fetch and look; everything else is
-    refused.
+    refused. `term`: random, of this coordinator alone: on an older copy of its state an epoch may
+    come again.
     """
 
     cluster: Id
@@ -58,6 +59,7 @@ class Welcome:
     read_only: bool = False
     said_at: Seconds = 0.0
     release: Annotated[Name, Since(19)] = ""  # of TensorHub, for people
+    term: Annotated[Id, Since(19)] = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,8 @@ WATCHES_MAX = 4096  # models that one session follows
 class Join:
     """A worker's first message after the handshake.
 
-    `cluster`, `epoch`: of the coordinator that has welcomed it last. One of an earlier epoch knows
-    less than this worker.
+    `cluster`, `epoch`, `term`: of the coordinator that has welcomed it last. One of an earlier
+    epoch, or of another term of that epoch, knows less than this worker.
     """
 
     name: Name
@@ -69,6 +69,7 @@ class Join:
     release: Annotated[Name, Since(19)] = ""  # of TensorHub, for people
     cluster: Annotated[Id, Since(19)] = ""
     epoch: Annotated[U64, Since(19)] = 0
+    term: Annotated[Id, Since(19)] = ""
 
 
 @dataclass(frozen=True, slots=True)

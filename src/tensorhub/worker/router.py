@@ -142,6 +142,11 @@ class Router(Generic[H]):
         """Of the coordinator that has welcomed this worker last: another one after each restart."""
         return self._coordinator.epoch if self._coordinator is not None else 0
 
+    @property
+    def term(self) -> str:
+        """Of that coordinator; "": of none, or of one of an older release."""
+        return self._coordinator.term if self._coordinator is not None else ""
+
     # -- the handles
 
     def check_free(self, model: str, group: str, rank: int) -> None:
@@ -200,9 +205,7 @@ class Router(Generic[H]):
         self._asked.clear()  # no earlier question is answered over the new session
         self._registered.clear()
         steps = list[Welcomed[H]]()
-        if before is not None and (
-            before.cluster != message.cluster or before.epoch > message.epoch
-        ):
+        if before is not None and _is_behind(message, before):
             steps = [*map(LoseState, self.handles.values()), Anew.FORGET_VERSIONS]
         return [*steps, Anew.WATCH, *map(Resume, self.handles.values()), Anew.PIN]
 
@@ -289,3 +292,12 @@ class Router(Generic[H]):
     @staticmethod
     def _tell(handle: H | None, message: messages.ToRank) -> list[Routed[H]]:
         return [] if handle is None else [Deliver(handle, message)]
+
+
+def _is_behind(message: messages.Welcome, before: messages.Welcome) -> bool:
+    """Whether what the coordinator before has said may be unknown to this one: of another cluster,
+    or on an older copy of the state, on which the same epoch may come again.
+    """
+    if (message.cluster, message.epoch) != (before.cluster, before.epoch):
+        return message.cluster != before.cluster or message.epoch < before.epoch
+    return "" not in (message.term, before.term) and message.term != before.term

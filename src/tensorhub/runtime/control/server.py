@@ -181,6 +181,7 @@ class CoordinatorServer:
             now=self._now(),
             durable=durable,
             wall_offset_s=time.time() - self._now(),
+            term=secrets.token_hex(8),
         )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_term)

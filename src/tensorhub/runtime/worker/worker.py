@@ -346,6 +346,7 @@ class Worker(CallersWorker):
             release(),
             self.router.cluster,
             self.router.epoch,
+            self.router.term,
         )
 
     def welcomed(self, message: messages.Welcome) -> None:

@@ -31,7 +31,7 @@ UNTOLD |= {
     "known",
     "staged",
 }
-UNTOLD |= {"shard", "serves", "host_bytes", "manifest_ids", "release"}
+UNTOLD |= {"shard", "serves", "host_bytes", "manifest_ids", "release", "term"}
 TOLD_IF_ANY = {"publication", "origin", "selection", "in_lineage", "former"}
 TRIVIAL: tuple[object, ...] = (None, False, (), b"")
 

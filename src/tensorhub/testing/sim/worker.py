@@ -341,7 +341,7 @@ class SimWorker:
         assert self.link is None
         self.beats.connected()
         self.link = self.cluster.control.new_link(self)
-        seen = self.router.cluster, self.router.epoch
+        seen = self.router.cluster, self.router.epoch, self.router.term
         self.say(
             messages.Join(self.name, self.location, self.endpoints, 1, self.host_bytes, "", *seen)
         )

@@ -117,6 +117,7 @@ class World(Driver):
         self.registrations: Iterator[int] = count()
         self.ids = count(1)
         self.sessions = count(1)
+        self._terms = count(1)
         self.workers: dict[str, SimWorker] = {}
         self.by_registration: dict[str, SimHandle] = {}
         self.store = store if store is not None else FencedStore()  # an empty one is false
@@ -261,6 +262,7 @@ class World(Driver):
             ids=lambda: f"id{next(self.ids)}",
             now=self.clock,
             durable=Durable.of(found) if epoch > 1 else None,
+            term=f"term{next(self._terms)}",
         )
         if self.read_only_max:
             core.cluster.read_only.sessions_max = self.read_only_max
