@@ -258,6 +258,50 @@ def test_unknown_names_are_all_listed() -> None:
     assert len(caught.value.differences) == 2
 
 
+def test_wrong_shapes_are_all_listed_with_those_that_the_loader_wants() -> None:
+    """Though it says the same of each, and nothing of their shapes."""
+
+    def rows(first: int) -> Callable[..., object]:
+        def load(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
+            target = tensors["qkv"].data.narrow(0, first, 4)
+            if target.shape != loaded.shape:
+                raise AssertionError
+            target.copy_(loaded)
+
+        return load
+
+    model = Loading({"qkv": bf16(12, 4)}, {"q": rows(0), "k": rows(4), "v": rows(8)})
+    published = specs(q=(4, 5), k=(4, 5), v=(4, 4))
+    places = "its shape is (4, 5), and that of its place (4, 4)"
+    with pytest.raises(ManifestMismatch) as caught:
+        record(model.load_weights, model.tensors, published)
+    differences = [f"{name!r}: AssertionError: {places}" for name in ("q", "k")]
+    assert list(caught.value.differences) == differences
+    assert f"{caught.value}".count("'k'") == 1
+    usual = specs(q=(4, 4), k=(4, 4), v=(4, 4))
+    with pytest.raises(ManifestMismatch, match=r"and that of the engine's checkpoint \(4, 4\)"):
+        record(model.load_weights, model.tensors, published, usual)
+
+
+def test_a_tensor_that_the_loader_cuts_is_refused_where_its_usual_shape_is_known() -> None:
+    model = Loading({"w": bf16(4, 4)}, {"w": columns("w", 0, 4)})
+    published = specs(w=(5, 4))
+    assert not record(model.load_weights, model.tensors, published).refused
+    with pytest.raises(ManifestMismatch, match=r"its shape is \(5, 4\), and that of .* \(4, 4\)"):
+        record(model.load_weights, model.tensors, published, specs(w=(4, 4)))
+
+
+def test_a_loader_that_reads_ahead_has_not_refused_what_it_was_given_last() -> None:
+    model = Loading({"w": bf16(4)}, dict.fromkeys("wxy", whole("w")))
+
+    def load(weights: Pairs) -> None:
+        if "x" in dict(weights):
+            raise ValueError("no x")
+
+    with pytest.raises(ManifestMismatch, match="refuses 1 published tensor"):
+        record(load, model.tensors, specs(x=(4,), w=(4,), y=(4,)))
+
+
 def test_a_loader_that_needs_values_is_refused_by_name() -> None:
     def choose(tensors: Mapping[str, nn.Parameter], loaded: torch.Tensor) -> None:
         if loaded.sum().item() > 0:

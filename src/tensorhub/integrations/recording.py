@@ -82,6 +82,16 @@ class Recording:
             if name in tensors
         )
 
+    def gap(self, name: str, elements: int, usual: Iterable[str]) -> str:
+        """Why a parameter is not whole. `usual`: the tensors that it came from before."""
+        has = self.needs.get(name, ())
+        lost = [repr(each) for each in usual if each not in has]
+        return (
+            f"{elements} elements come from no published tensor"
+            + (f"; missing: {some(lost)}" if lost else "")
+            + (f"; there are: {some(list(map(repr, has)))}" if has else "")
+        )
+
     def make(self, name: str, into: torch.Tensor, published: Mapping[str, torch.Tensor]) -> None:
         """Write a parameter that consists of copies alone, as `sources` and `filled` say it."""
         for place, view in self.sources[name]:
@@ -89,27 +99,36 @@ class Recording:
         self.fill_numbers({name: into})
 
 
-def record(load: Loader, parameters: Mapping[str, torch.Tensor], published: Specs) -> Recording:
+def record(
+    load: Loader,
+    parameters: Mapping[str, torch.Tensor],
+    published: Specs,
+    usual: Specs | None = None,
+) -> Recording:
     """What `load` does with published tensors of these names, dtypes and shapes. No parameter is
     written.
 
-    `parameters`: where the loader writes, on any device, meta included. Raises ManifestMismatch
-    (names that the loader refuses, all listed), RegistrationError (it does what cannot be recorded;
-    the tensor is named).
+    `parameters`: where the loader writes, on any device, meta included. `usual`: what it was given
+    before, for errors. Raises ManifestMismatch (names that the loader refuses, all listed),
+    RegistrationError (it does what cannot be recorded; the tensor is named).
     """
-    found = record_known(load, parameters, published)
+    found = record_known(load, parameters, published, usual)
     if found.refused:
         raise _refusal(found.refused)
     return found
 
 
 def record_known(
-    load: Loader, parameters: Mapping[str, torch.Tensor], published: Specs
+    load: Loader,
+    parameters: Mapping[str, torch.Tensor],
+    published: Specs,
+    usual: Specs | None = None,
 ) -> Recording:
     """As `record`, of the published tensors that the loader does not refuse; the others are in
     `Recording.refused`. Raises ManifestMismatch only where these cannot be told apart.
     """
     refused: dict[str, str] = {}
+    said_before: set[str] = set()
     while True:
         recorder = _Recorder(parameters)
         wanted = [name for name in published if name not in refused]
@@ -132,21 +151,43 @@ def record_known(
                 raise RegistrationError(
                     f"{text}; does it need values, where there are none?"
                 ) from error
-            if name in refused or said in refused.values() or len(refused) == REFUSED_MAX:
+            is_refused = said not in said_before or _refuses(load, parameters, name, published)
+            if name in refused or not is_refused or len(refused) == REFUSED_MAX:
                 break
-            refused[name] = said
+            said_before.add(said)
+            refused[name] = f"{said}{recorder.misfit(name, published, usual or {})}"
         else:
-            return recorder.finish(parameters, wanted, refused)
+            resized = {
+                name: _differing(published[name][1], usual[name][1])
+                for name in wanted
+                if usual and name in usual
+                if math.prod(published[name][1]) != math.prod(usual[name][1])
+            }
+            return recorder.finish(parameters, wanted, refused | resized)
     raise _refusal(refused)
 
 
+def _differing(has: tuple[int, ...], usual: tuple[int, ...]) -> str:
+    """A loader may cut a tensor that is too large, and say nothing."""
+    return f"its shape is {has}, and that of the engine's checkpoint {usual}"
+
+
+def _refuses(
+    load: Loader, parameters: Mapping[str, torch.Tensor], name: str, published: Specs
+) -> bool:
+    """Whether it refuses this tensor alone: a loader that reads ahead fails after a later one."""
+    try:
+        with _Recorder(parameters) as recorder, torch.no_grad():
+            load(recorder.feed([name], published))
+    except Exception:
+        return True
+    return False
+
+
 def _refusal(refused: Mapping[str, str]) -> ManifestMismatch:
-    text = (
-        f"load_weights refuses {len(refused)} published tensor(s): "
-        f"{some(list(map(repr, refused)), most=REFUSED_MAX)}"
-    )
     differences = tuple(f"{name!r}: {reason}" for name, reason in refused.items())
-    return ManifestMismatch(f"{text} ({differences[0]})", differences=differences)
+    text = f"load_weights refuses {len(refused)} published tensor(s): "
+    return ManifestMismatch(text + some(differences, "; ", REFUSED_MAX), differences=differences)
 
 
 class _Unrecordable(RegistrationError):
@@ -179,6 +220,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._written: dict[str, _Written] = defaultdict(_Written)
         self._touched: dict[str, None] = {}
         self._casts: dict[str, tuple[str, str]] = {}
+        self._place: tuple[int, ...] | None = None  # that was looked at last, for this tensor
         for name, parameter in parameters.items():
             root = Root(
                 name,
@@ -195,8 +237,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             self._published[_storage(tensor)] = Root(name, tuple(shape), 0)
             self._kept.append(tensor)
-            self.current = name
+            self.current, self._place = name, None
             yield name, tensor
+
+    def misfit(self, name: str, published: Specs, usual: Specs) -> str:
+        """The shapes of a tensor that was just refused, and of what it is for, if they differ."""
+        has, place = published[name][1], self._place
+        if name in usual:
+            return f": {_differing(has, usual[name][1])}" if usual[name][1] != has else ""
+        is_other = place is not None and place != has
+        return f": its shape is {has}, and that of its place {place}" if is_other else ""
 
     # ----------------------------------------------------------------------------------------------
     # what the loader does
@@ -224,6 +274,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if roots:
             return self._write(func, args, kwargs, written, roots, read)
         result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and _storage(result) in self._parameters:
+            self._place = tuple(result.shape)
         self._trace([*written, *_tensors(result)], [*read, *written])
         return result
 

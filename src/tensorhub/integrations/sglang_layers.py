@@ -129,11 +129,11 @@ class SecondModel:
         """The parameters and buffers that the loader gets, by name."""
         return {name: each for layer in self.layers for name, each in layer.tensors.items()}
 
-    def record(self, specs: Specs) -> Recording:
+    def record(self, specs: Specs, usual: Specs | None = None) -> Recording:
         """What the model's loader does with published tensors of these names, dtypes and shapes.
-        Raises as `recording.record`.
+        `usual`, and what it raises: see `recording.record`.
         """
-        return record(self._model.load_weights, self.tensors, specs)
+        return record(self._model.load_weights, self.tensors, specs, usual)
 
     def loaded(
         self, layers: Sequence[Layer], tensors: Mapping[str, torch.Tensor]

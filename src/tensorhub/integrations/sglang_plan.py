@@ -63,7 +63,8 @@ def make(second: SecondModel, specs: Specs) -> Plan:
             f"{len(refused)} parameter(s) are not kept in the layout of load_weights: {text}. "
             f"{ADVICE}"
         )
-    found = second.record(specs)
+    files = checkpoint(second.draft is not None)
+    found = second.record(specs, files)
     filled = [layer for layer in second.layers if any(n in found.needs for n in layer.tensors)]
     by_loader = [
         layer
@@ -79,7 +80,7 @@ def make(second: SecondModel, specs: Specs) -> Plan:
         if name in found.needs
     }
     loaded = tuple(batches(by_loader, found))
-    return Plan(specs, found, in_place, loaded, *_unfit(second, specs, found))
+    return Plan(specs, found, in_place, loaded, *_unfit(second, specs, found, files))
 
 
 def probe(second: SecondModel, plan: Plan) -> None:
@@ -110,7 +111,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _unfit(
-    second: SecondModel, specs: Specs, found: Recording
+    second: SecondModel, specs: Specs, found: Recording, files: Specs | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What of the engine's own load a publication leaves out, and what it has beyond that.
 
@@ -118,21 +119,16 @@ def _unfit(
     needs all of its parameters.
     """
     tensors = second.tensors
-    files = checkpoint(second.draft is not None)
     own = None if files is None else second.record(files)
     gaps = _gaps(second, specs, found)
     allowed = {} if files is None or own is None else _gaps(second, files, own)
     missing, unexpected = [], []
     for name, tensor in tensors.items():
         more = gaps.get(name, 0) - allowed.get(name, 0)
-        lost = (
-            []
-            if own is None
-            else [each for each in own.needs.get(name, ()) if each not in found.needs.get(name, ())]
-        )
-        if isinstance(tensor, nn.Parameter) and (more > 0 or lost):
-            what = f", such as {some(list(map(repr, lost)))}" if lost else ""
-            missing.append(f"{name!r}: {more} elements come from no published tensor{what}")
+        usual = () if own is None else own.needs.get(name, ())
+        is_lost = not set(usual).issubset(found.needs.get(name, ()))
+        if isinstance(tensor, nn.Parameter) and (more > 0 or is_lost):
+            missing.append(f"{name!r}: {found.gap(name, more, usual)}")
         elif own is not None and more < 0:
             unexpected.append(f"{name!r}: the engine's own load has left {-more} elements alone")
         wrong = [

@@ -31,7 +31,7 @@ from tensorhub.errors import ManifestMismatch, RegistrationError, some
 from tensorhub.integrations import vllm_layers as layers
 from tensorhub.integrations.drafts import PREFIX
 from tensorhub.integrations.lost_memory import sampled
-from tensorhub.integrations.recording import Recording, Specs, record_known
+from tensorhub.integrations.recording import Loader, Recording, Specs, record_known
 from tensorhub.integrations.vllm_first_load import first_load
 from tensorhub.logs import get_logger
 
@@ -134,7 +134,8 @@ class Planner:
                 for attribute, tensor in layers.own_tensors(module).items()
             }
             tensors = {name: each[2] for name, each in parameters.items()}
-            found = record_known(self._model.load_weights, tensors, given)  # type: ignore[arg-type]
+            load: Loader = self._model.load_weights  # type: ignore[assignment]
+            found = record_known(load, tensors, given, self._first)
             first = None if self._first is None else self._recorded_first(tensors)
         plan = Plan(specs, found)
         owners = {name: (modules[prefix], it) for name, (prefix, it, _) in parameters.items()}
@@ -192,7 +193,7 @@ class Planner:
             else:
                 is_wanted = gap > first.gaps.get(name, 0)
             if is_wanted:
-                missing[name] = f"{gap} elements come from no published tensor"
+                missing[name] = found.gap(name, gap, self._parts(name, first))
         known = set(first.unread) if first is not None else set()
         unread = [
             name
@@ -208,6 +209,16 @@ class Planner:
             if not PLAIN_DTYPES.issuperset((has, wants)) and usual.get(name, ("",))[0] != has
         }
         return Faults(missing, {**found.refused, **miscast}, tuple(unread))
+
+    def _parts(self, name: str, first: Recording | None) -> Sequence[str]:
+        """The tensors that a parameter comes from: in the first load, or by the model's own list of
+        what it fuses.
+        """
+        if first is not None:
+            return first.needs.get(name, ())
+        *path, module, attribute = name.split(".")
+        fused = getattr(self._model, "packed_modules_mapping", {}).get(module, ())
+        return [".".join((*path, part, attribute)) for part in fused]
 
     def _refuse_acting_once(self, by_module: Mapping[str, object]) -> None:
         if refused := [name for name in self._acting_once if name in by_module]:
