@@ -34,6 +34,7 @@ IDENTITY = (
     "transport",
     "source",
     "coordinator",
+    "engine",
     "path",
 )  # fields that name the subject of a warning
 

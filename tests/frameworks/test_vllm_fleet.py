@@ -57,10 +57,10 @@ def test_an_engine_that_starts_late_takes_the_newest_version(
         late = LLM(model=path, worker_extension_cls=EXTENSION, **vllm_cpu.ENGINE)
         (found,) = late.collective_rpc("tensorhub_state")
         assert found["version"] == 7
-        assert announced(hub, "actor", SERVERS) == ["http://10.0.0.2:8000"]
+        assert list(announced(hub, "actor", SERVERS)) == ["http://10.0.0.2:8000"]
         late.collective_rpc("tensorhub_check")
         late.collective_rpc("tensorhub_leave")
-        assert announced(hub, "actor", SERVERS) == []
+        assert list(announced(hub, "actor", SERVERS)) == []
 
 
 def test_trls_trainer_feeds_two_servers_and_goes_on_with_one(

@@ -60,17 +60,17 @@ def test_an_engine_that_cannot_be_announced_leaves_nothing_registered(
             announce(hub, "actor", SERVERS, URL)
     assert [each.summary.groups for each in hub.describe() if each.summary] in ([], [0])
     announce(hub, "actor", SERVERS, URL)
-    assert announced(hub, "actor", SERVERS) == [URL]
+    assert list(announced(hub, "actor", SERVERS)) == [URL]
 
 
 def test_an_engine_that_starts_anew_waits_for_no_announcement_before_it(hub: sync.Hub) -> None:
     """The coordinator may not have found it dead yet."""
     first, second = (announce(hub, "actor", SERVERS, URL) for _ in range(2))
-    assert announced(hub, "actor", SERVERS) == [URL]
+    assert list(announced(hub, "actor", SERVERS)) == [URL]
     first.close()
-    assert announced(hub, "actor", SERVERS) == [URL]
+    assert list(announced(hub, "actor", SERVERS)) == [URL]
     second.close()
-    assert announced(hub, "actor", SERVERS) == []
+    assert list(announced(hub, "actor", SERVERS)) == []
 
 
 def test_a_closed_announcement_is_looked_after_no_more(hub: sync.Hub) -> None:

@@ -13,7 +13,13 @@ import pytest
 import torch
 
 from tensorhub import sync
-from tensorhub.errors import InvalidType, InvalidValue, OperationTimeout, StateError
+from tensorhub.errors import (
+    InvalidType,
+    InvalidValue,
+    ManifestMismatch,
+    OperationTimeout,
+    StateError,
+)
 from tensorhub.integrations.announced import SERVERS, announce
 from tensorhub.integrations.fleet import Fleet
 from tensorhub.integrations.trl import WeightTransfer
@@ -142,6 +148,21 @@ def test_an_engine_that_is_listed_again_has_no_second_call_beside_the_first(
     made[0].gate.set()
     fleet.close()
     fleet._threads.shutdown(wait=True)
+
+
+def test_an_error_that_is_raised_is_not_logged_as_a_whole_too(
+    engines: list[FakeEngine], fleet: Callable[..., Fleet], caplog: pytest.LogCaptureFixture
+) -> None:
+    its = fleet()
+    for each in engines:
+        each.fault = ManifestMismatch("a long list")
+    with pytest.raises(ManifestMismatch, match="a long list"):
+        its.update(info(1))
+    assert "a long list" not in caplog.text
+    assert caplog.text.count("engine_not_updated") == len(engines)
+    engines[0].fault = None
+    its.update(info(2))
+    assert caplog.text.count("a long list") == len(engines) - 1
 
 
 def test_an_excluded_engine_is_not_waited_for(

@@ -202,13 +202,36 @@ def test_engines_need_not_be_named(rig: Rig, monkeypatch: pytest.MonkeyPatch) ->
     late.wait_until_served(WAIT_S)
     assert set(trainer.update(rig.publish(2)).done) == {one.url, late.url}
     late.close()
-    assert announced(rig.hub, "actor", SEATS) == [one.url]
+    assert list(announced(rig.hub, "actor", SEATS)) == [one.url]
     assert len(rig.hub.describe("actor").replicas) == 3  # the trainer's, and both slots of `one`
     rig.engines.pop(), rig.policies.pop()
     slept.clear()
     assert trainer.update(rig.publish(3)).done == (one.url,)
     assert sum(slept) > LEASE_S
     assert rig.serve() == [(3, {3.0})]
+
+
+def test_reports_call_engines_as_they_are_called(rig: Rig) -> None:
+    """A number of a port that the system has chosen says nothing to people."""
+    asked = ("http://10.0.0.2:8000", "http://10.0.0.3:8000", "twice", "twice")
+    engines = [rig.engine(called=called, decide_s=WAIT_S) for called in asked]
+    trainer = rig.trainer(servers=None, failures_max=1)
+    names = {*asked[:2], engines[2].url, engines[3].url}
+    assert set(trainer.update(rig.publish(1)).done) == names
+
+    def broken(attempt: int) -> None:
+        raise StateError("no room")
+
+    engines[1].stage = broken  # type: ignore[method-assign]
+    report = trainer.update(rig.publish(2))
+    assert set(report.done) == names - {asked[1]}
+    assert ([*report.failed], report.excluded) == ([asked[1]], (asked[1],))
+    for each in engines:
+        each.stage = broken  # type: ignore[method-assign]
+    with pytest.raises(StateError, match="no engine has taken version 3") as caught:
+        trainer.update(rig.publish(3))
+    noted = {each.partition(": ")[0] for each in caught.value.__notes__}
+    assert noted | {asked[1]} == names  # that one is not waited for
 
 
 def test_an_engine_that_joins_in_mid_update_serves_no_other_version(
@@ -250,7 +273,7 @@ def test_a_coordinator_that_comes_back_without_its_state_finds_the_engines_again
             with sync.connect(first.address) as newcomer:
                 until = time.monotonic() + WAIT_S
                 for kind, url in ((SEATS, its.url), (SERVERS, "http://10.0.0.1:8000")):
-                    while announced(newcomer, "actor", kind) != [url]:
+                    while list(announced(newcomer, "actor", kind)) != [url]:
                         assert time.monotonic() < until
                         time.sleep(0.01)
                 info = newcomer.register("actor", values(8, 2.0)).publish(2)
@@ -402,7 +425,7 @@ def test_what_is_no_url_is_no_engine(rig: Rig) -> None:
         rig.hub.register("actor/seats", {"engine": torch.zeros(1)}, group=group).publish(
             (rig.hub.describe("actor/seats", limit=0).mark or 0) + 1
         )
-    assert announced(rig.hub, "actor", SEATS) == [its.url]
+    assert list(announced(rig.hub, "actor", SEATS)) == [its.url]
 
 
 def test_weights_in_use_are_not_replaced_by_a_decision_that_comes_late(

@@ -74,9 +74,9 @@ def test_an_engine_is_found_from_its_start_until_it_leaves(
         workers = [Worker(0), Worker(1)]
         with sync.connect(coordinator.address) as hub:
             vllm_start.start(workers[1])
-            assert announced(hub, "actor", SERVERS) == []
+            assert list(announced(hub, "actor", SERVERS)) == []
             vllm_start.start(workers[0])
-            assert announced(hub, "actor", SERVERS) == [URL]
+            assert list(announced(hub, "actor", SERVERS)) == [URL]
             assert "vllm_started_unpublished" in caplog.text
             (thread,) = [
                 each for each in threading.enumerate() if each.name == "tensorhub-announced"
@@ -85,7 +85,7 @@ def test_an_engine_is_found_from_its_start_until_it_leaves(
                 assert each.calls == [("start", coordinator.address, "actor")]
                 vllm_start.withdraw(each)
                 vllm_start.withdraw(each)
-            assert announced(hub, "actor", SERVERS) == []
+            assert list(announced(hub, "actor", SERVERS)) == []
     thread.join(20.0)
     assert not thread.is_alive()
     assert not library_threads()

@@ -68,13 +68,15 @@ class Announcement:
 
 
 def announce(
-    hub: sync.Hub, model: str, kind: str, url: str, timeout_s: float = 60.0
+    hub: sync.Hub, model: str, kind: str, url: str, timeout_s: float = 60.0, called: str = ""
 ) -> Announcement:
-    """Raises InvalidValue (no URL), and as `Hub.register` and `Weights.publish`."""
+    """`called`: what reports call it; "": by its URL. Raises InvalidValue (no URL), and as
+    `Hub.register` and `Weights.publish`.
+    """
     url = checked_url(url, "this engine")
     name = f"{model}/{kind}"
     # the word: the engine before it at this URL may not be known to be gone
-    group = f"{url} {secrets.token_hex(8)}"
+    group = f"{url} {secrets.token_hex(8)} {called}".strip()
     weights = hub.register(name, {"engine": np.zeros(1, np.uint8)}, group=group, spot=True)
     made = Announcement(weights, partial(hub.describe, name, limit=0))
     try:
@@ -85,16 +87,18 @@ def announce(
     return made
 
 
-def announced(hub: sync.Hub, model: str, kind: str) -> list[str]:
-    """The URLs of the engines that live; what is no URL, no engine has announced. Raises as
-    `Hub.describe`.
+def announced(hub: sync.Hub, model: str, kind: str) -> dict[str, str]:
+    """The URLs of the engines that live, and what they are called; what is no URL, no engine has
+    announced. Raises as `Hub.describe`.
     """
     try:
         found = hub.describe(f"{model}/{kind}").replicas
     except VersionUnavailable:
-        return []
-    urls = set()
+        return {}
+    urls = {}
     for each in found:
+        url, _, more = each.group.partition(" ")
         with suppress(InvalidValue):
-            urls.add(checked_url(each.group.partition(" ")[0], "an engine"))
-    return sorted(urls)
+            url = checked_url(url, "an engine")
+            urls[url] = more.partition(" ")[2] or url
+    return dict(sorted(urls.items()))

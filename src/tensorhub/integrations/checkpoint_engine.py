@@ -260,7 +260,7 @@ class Exchange:
 
     def servers(self) -> list[str]:
         """The URLs of the engines' servers that are there now (`announced`)."""
-        return announced(self._connected(), self.model, SERVERS)
+        return list(announced(self._connected(), self.model, SERVERS))
 
     def published(self, version: int) -> VersionInfo:
         """What was sent as `version`. Raises VersionConflict where there is a newer one."""

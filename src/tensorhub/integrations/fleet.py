@@ -12,7 +12,7 @@ Responsible for which engines are waited for. Not responsible for one engine's u
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -84,7 +84,7 @@ class Calls(Generic[E]):
     def names(self) -> Set[str]:
         return frozenset(each.engine.name for each in self._members)
 
-    def follow(self, names: Sequence[str], make: Callable[[str], E]) -> None:
+    def follow(self, names: Collection[str], make: Callable[[str], E]) -> None:
         """Have the engines with these names from now on, and no other ones; new ones are made. One
         that comes back while a call goes on there is the one that it was.
         """
@@ -106,8 +106,11 @@ class Calls(Generic[E]):
         members = [each for each in self._members if only is None or each.engine.name in only]
         asked = []
         for each in members:
-            if each.running is not None and each.running.done():
-                self._count(each, each.running.exception())  # it was not waited for
+            if each.running is not None and each.running.done():  # it was not waited for
+                late = each.running.exception()
+                if late is not None:
+                    log.warning("engine_not_updated", engine=each.engine.name, reason=text_of(late))
+                self._count(each, late)
             if each.running is None:
                 each.running = self._threads.submit(call, each.engine)
                 asked.append(each)
@@ -123,28 +126,31 @@ class Calls(Generic[E]):
                 error = OperationTimeout(
                     f"{each.engine.name} was not done after {self._timeout_s:.0f} s"
                 )
-                self._count_failure(each, error)
+                self._count_failure(each)
             else:
                 continue
             if error is None:
                 done.append(each.engine.name)
             else:
                 failed[each.engine.name] = error
+        for name, error in failed.items():
+            # without a success the caller raises all errors, with their lists
+            reason = text_of(error) if done else type(error).__name__
+            log.warning("engine_not_updated", engine=name, reason=reason)
         excluded = tuple(each.engine.name for each in members if each.is_excluded)
         return FleetReport(tuple(done), failed, excluded)
 
     def _count(self, member: _Member[E], error: BaseException | None) -> None:
         member.running = None
         if error is not None:
-            self._count_failure(member, error)
+            self._count_failure(member)
             return
         if member.is_excluded:
             log.info("engine_returned", engine=member.engine.name)
         member.failures, member.is_excluded = 0, False
 
-    def _count_failure(self, member: _Member[E], error: BaseException) -> None:
+    def _count_failure(self, member: _Member[E]) -> None:
         member.failures += 1
-        log.warning("engine_not_updated", engine=member.engine.name, reason=text_of(error))
         if member.failures >= self._failures_max and not member.is_excluded:
             member.is_excluded = True
             log.warning("engine_excluded", engine=member.engine.name, failures=member.failures)
@@ -167,7 +173,7 @@ class Fleet(Calls[Engine]):
         self,
         engines: Sequence[Engine] = (),
         *,
-        find: Callable[[], Sequence[str]] | None = None,
+        find: Callable[[], Collection[str]] | None = None,
         make: Callable[[str], Engine] | None = None,
         **settings: Any,
     ) -> None:

@@ -97,6 +97,7 @@ class Engine:
     `host` has to be this machine alone. `lease_s`: the engine serves nothing once it has not read
     the records for so long; a shorter loss of the coordinator stops nothing. `decide_s`: how long a
     flipped engine waits for the trainer before it records "abort". `timeout_s`: of staging.
+    `called`: what the trainer's reports call it, where the coordinator lists it; "": by its URL.
 
     Raises StateError (a mapping without `put`, a port in use), InvalidValue (a host that other
     machines reach, without a token), and as `Hub.register`.
@@ -115,6 +116,7 @@ class Engine:
         lease_s: float = 3.0,
         decide_s: float = 10.0,
         timeout_s: float = 300.0,
+        called: str = "",
     ) -> None:
         self._log = RecordLog(hub, model, min(timeout_s, lease_s))
         self._slots: Slots = (
@@ -140,7 +142,7 @@ class Engine:
             undo.callback(self._listener.close)
             self.url = self._listener.url
             # before it has a lease: a trainer that does not find it waits for none
-            self._announced = announce(hub, model, SEATS, self.url)
+            self._announced = announce(hub, model, SEATS, self.url, called=called)
             undo.pop_all()
         self._poll_thread.start()
 

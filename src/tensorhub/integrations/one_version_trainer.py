@@ -10,7 +10,7 @@ Responsible for carrying the steps out. Not responsible for their order (`one_ve
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -69,7 +69,10 @@ class OneVersion:
         terms = {"model": model, "lease_s": lease_s}
         self._make = lambda url: Remote(url, token, timeout_s, terms)
         self._asked: Set[str] = frozenset()
-        self._listed: Future[list[str]] | None = None  # the engines that are there after the fence
+        self._called: Mapping[str, str] = {}  # engines by their URLs, where they have another name
+        self._listed: Future[dict[str, str]] | None = (
+            None  # the engines that are there after the fence
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub-fleet-list")
         self._model, self._lease_s, self._attempts_max = model, lease_s, attempts_max
         self._calls = Calls[Remote](timeout_s=timeout_s, failures_max=failures_max)
@@ -96,12 +99,13 @@ class OneVersion:
         self._log.prepare()
         before = self._calls.names
         if self._find is not None:
-            self._calls.follow(self._find(), self._make)
+            self._called = self._find()
+            self._calls.follow(self._called, self._make)
         names = self._calls.names
         self._gone = before - names
         updated = self._carry_out(steps(first, sorted(names), self._attempts_max))
         if not updated:
-            reasons = [f"{name}: {text_of(each)}" for name, each in self._errors.items()]
+            reasons = [f"{self._name(url)}: {text_of(each)}" for url, each in self._errors.items()]
             text = (
                 f"no engine has taken version {info.version} of {info.model!r}; those that serve "
                 f"have the version before"
@@ -115,9 +119,14 @@ class OneVersion:
             for reason in reasons:
                 error.add_note(reason)
             raise error
-        left = {name: each for name, each in self._errors.items() if name not in updated}
-        behind = tuple(sorted(names - updated))
-        return FleetReport(tuple(sorted(updated)), left, behind)
+        left = {self._name(url): each for url, each in self._errors.items() if url not in updated}
+        done, behind = (tuple(sorted(map(self._name, urls))) for urls in (updated, names - updated))
+        return FleetReport(done, left, behind)
+
+    def _name(self, url: str) -> str:
+        """Two engines that are called alike have their URLs."""
+        name = self._called.get(url, url)
+        return name if list(self._called.values()).count(name) < 2 else url
 
     def _carry_out(self, its: Steps) -> frozenset[str]:
         try:

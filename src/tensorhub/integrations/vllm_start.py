@@ -6,7 +6,8 @@
 Each worker reads it when all else is ready, from its peers or the trainer. Where nothing was
 published yet, the engine starts with the weights that vLLM has loaded. With TENSORHUB_ENGINE_URL,
 the server's URL, trainers find it (`announced`). With TENSORHUB_FLEET_HOST, this machine's name for
-the trainer, it joins a fleet with one version (`one_version`); TENSORHUB_FLEET_TOKEN is for it.
+the trainer, it joins a fleet with one version (`one_version`); TENSORHUB_FLEET_TOKEN is for it, and
+reports call it by TENSORHUB_ENGINE_URL.
 
 Responsible for when that happens. Not responsible for the update (`vllm_updater`).
 """

@@ -11,6 +11,7 @@ pausing the engine, which its caller does.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -140,7 +141,10 @@ class WorkerExtension:
             device = next(self.get_model().parameters()).device
             points = device.type == "cpu" and config.model_config.enforce_eager
             its = {"host": host, "port": port, "token": token, "lease_s": lease_s}
-            made.append(Member(updater, device, points=points, wait_s=timeout_s, **its))
+            called = os.environ.get(vllm_start.URL, "")
+            made.append(
+                Member(updater, device, points=points, wait_s=timeout_s, called=called, **its)
+            )
 
         if not _is_done(updater, updater.together(make)):
             return nothing
