@@ -389,10 +389,28 @@ def test_an_update_that_fails_in_the_middle_says_torn_and_the_next_one_repairs(
     assert llm.get_weight_version() == "torn"
     assert (client.calls[-1] == "resume_generation") == resume_torn
     assert any("stays paused" in note for note in caught.value.__notes__) != resume_torn
+    assert "resume_generation" not in calls_of_a_pause_that_is_lost(llm, trainers, model)
     trainer.send_weights()
     assert Stamp.parse(llm.get_weight_version()).version == 2
     assert client.calls[-1] == "resume_generation"
     check(llm, model)
+    assert "resume_generation" in calls_of_a_pause_that_is_lost(llm, trainers, model)
+
+
+def calls_of_a_pause_that_is_lost(llm: Any, trainers: Any, model: Any) -> list[str]:
+    """By a new trainer, which knows nothing of the engine."""
+    from tensorhub.integrations.vllm import OfflineClient
+
+    def lost(name: str) -> None:
+        if name == "pause_generation":
+            raise ConnectionError("the answer is lost")
+
+    client = Watched(OfflineClient(llm), lost)
+    trainer = trainers(model, client, model="new")
+    with pytest.raises(ConnectionError, match="the answer is lost"):
+        trainer.send_weights()
+    trainer.shutdown()
+    return client.calls
 
 
 def test_a_fill_that_breaks_off_in_place_says_torn_and_the_next_one_repairs(

@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -171,6 +171,43 @@ def test_missing_unexpected_and_misspelt_names_are_all_listed(
     with pytest.raises(ManifestMismatch) as caught:
         llm.collective_rpc("tensorhub_update")
     assert len(caught.value.differences) == 3
+
+
+@pytest.mark.parametrize("is_dummy", [False, True])
+def test_what_a_fused_parameter_lacks_is_named_as_it_is_published(
+    llm: Any, hub: sync.Hub, monkeypatch: pytest.MonkeyPatch, is_dummy: bool
+) -> None:
+    if is_dummy:
+        monkeypatch.setattr(updater_of(llm)._planner, "_first", None)
+    tensors, attention = dict(actor(3).state_dict()), "model.layers.1.self_attn"
+    del tensors[f"{attention}.q_proj.weight"]
+    hub.register("actor", tensors).publish(0)
+    with pytest.raises(ManifestMismatch) as caught:
+        llm.collective_rpc("tensorhub_update")
+    q, k, v, qkv = (f"'{attention}.{each}_proj.weight'" for each in ("q", "k", "v", "qkv"))
+    assert caught.value.differences == (
+        f"{qkv}: 4096 elements come from no published tensor; missing: {q}; there are: {k}, {v}",
+    )
+
+
+def test_wrong_shapes_are_listed_with_the_right_ones(llm: Any, hub: sync.Hub) -> None:
+    """Also of what vLLM's loader would cut."""
+    tensors = dict(actor(3).state_dict())
+    attention, mlp = (
+        "model.layers.{}.self_attn.q_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+    )
+    shapes = {attention.format(0): (64, 65), attention.format(1): (64, 65), mlp: (64, 129)}
+    rights = dict.fromkeys(shapes, (64, 64)) | {mlp: (64, 128)}
+    hub.register("actor", {**tensors, **{n: torch.zeros(s) for n, s in shapes.items()}}).publish(0)
+    with pytest.raises(ManifestMismatch) as caught:
+        llm.collective_rpc("tensorhub_update")
+    texts = [each for each in caught.value.differences if "shape" in each]
+    assert len(texts) == len(shapes)
+    for name, shape in shapes.items():
+        (text,) = [each for each in texts if f"'{name}'" in each]
+        text_of_shapes = f"its shape is {shape}, and that of the engine's checkpoint {rights[name]}"
+        assert text.endswith(text_of_shapes)
 
 
 def test_names_that_the_loader_leaves_alone_are_unexpected(
@@ -422,6 +459,36 @@ def test_two_trainers_of_one_model(llm: Any, hub: sync.Hub, coordinator: sync.Co
         sessions[0].update(hub.wait_for("actor", at_least=2))
         assert_has(llm, models[0])
         sessions[0].check()
+
+
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_a_new_trainer_whose_first_pause_fails(
+    llm: Any, hub: sync.Hub, coordinator: sync.Coordinator, is_torn: bool
+) -> None:
+    """It resumes no engine that the trainer before has left torn."""
+    from tensorhub.integrations.vllm_session import ExtensionClient, Session, Settings
+
+    class Client(ExtensionClient):
+        calls: ClassVar[list[str]] = []
+
+        def pause_generation(self, **_: Any) -> None:
+            raise ConnectionError("the answer is lost")
+
+        def resume_generation(self) -> None:
+            self.calls.append("resume")
+
+        def update_weight_version(self, new_version: str) -> None:
+            self.calls.append(new_version)
+
+    Client.calls = []
+    hub.register("actor", actor(5)).publish(0)
+    llm.collective_rpc("tensorhub_update")
+    updater_of(llm).is_torn = is_torn
+    with pytest.raises(ConnectionError):
+        Session(Client(llm), Settings(coordinator.address, "actor")).update(
+            hub.wait_for("actor", at_least=0)
+        )
+    assert Client.calls == (["torn"] if is_torn else ["resume"])
 
 
 def test_the_plain_loop(llm: Any, hub: sync.Hub, tmp_path: Path) -> None:

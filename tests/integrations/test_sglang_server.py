@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tensorhub.errors import ManifestMismatch, StateError, VersionConflict
+from tensorhub.errors import InvalidValue, ManifestMismatch, StateError, VersionConflict
 from tensorhub.integrations.sglang import Session
 from tensorhub.integrations.sglang_server import Server
 from tensorhub.integrations.sglang_session import (
@@ -20,6 +20,7 @@ from tensorhub.integrations.sglang_session import (
     LOADER,
     PREFIX,
     REPORT,
+    TORN,
     Order,
     Outcome,
     Report,
@@ -41,6 +42,7 @@ class Engine:
         self.orders: list[Order] = []
         self.loaded = {"files": "/adapter"}
         self.is_open = False
+        self.report: object = None  # an older one
 
     def look(self) -> None:
         self.calls.append("look")
@@ -58,11 +60,11 @@ class Engine:
         return True, ""
 
     def parameter(self, name: str) -> object:
-        if name == ASLEEP:
-            return self.asleep
+        if name in (ASLEEP, TORN):
+            return self.asleep if name == ASLEEP else [0.0]
         order = self.orders[-1]
         failed = None if self.fails is None else Outcome.of(self.fails, "intact")
-        return Report(order.version, order.purpose, failed).encode()
+        return Report(order.nonce, failed).encode() if self.report is None else self.report
 
     def serialized(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[Any]:
         return [each for each in tensors if each[0].startswith(PREFIX)]
@@ -111,6 +113,17 @@ def test_a_cache_is_kept_where_requests_go_on_with_it(
 ) -> None:
     Session(engine, "tcp://127.0.0.1:1", **settings).update(INFO)
     assert engine.flushes == [flushes]
+
+
+def test_a_report_of_an_update_before_is_none_of_this_one(engine: Engine, session: Session) -> None:
+    """Of the same version, too."""
+    session.update(INFO)
+    engine.report = engine.parameter(REPORT)
+    with pytest.raises(StateError, match="reports of another order"):
+        session.update(INFO)
+    engine.report = Report("", Outcome.of(InvalidValue("no order"), "intact")).encode()
+    with pytest.raises(StateError, match=r"reports of another order \(no order\)"):
+        session.update(INFO)
 
 
 def test_a_check_is_of_what_the_engine_took_last(engine: Engine, session: Session) -> None:
@@ -185,7 +198,7 @@ def test_an_adapter_that_was_published_anew_is_loaded_anew(
     def stale(name: str) -> object:
         if name == REPORT and engine.orders[-1].adapter:
             failed = Outcome.of(VersionConflict("published anew"), "intact")
-            return Report(-1, "join", failed).encode()
+            return Report(engine.orders[-1].nonce, failed).encode()
         return parameter(name)
 
     engine.parameter = stale  # type: ignore[method-assign]

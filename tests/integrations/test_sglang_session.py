@@ -41,6 +41,12 @@ def test_an_order_goes_as_a_name_without_any_weight() -> None:
     assert Order.of([(name, tensor)]) == ORDER
 
 
+def test_an_order_of_another_release_ends_no_engine() -> None:
+    name = ORDER.tensors()[0][0].replace('"version"', '"newer"')
+    with pytest.raises(InvalidValue, match=r"another release orders \['newer'\]"):
+        Order.of([(name, torch.empty(0))])
+
+
 @pytest.mark.parametrize("names", [["model.norm.weight"], ["tensorhub:{}", "lm_head.weight"]])
 def test_tensors_that_are_no_order(names: list[str]) -> None:
     with pytest.raises(InvalidValue, match="was given tensors of its own"):
@@ -49,7 +55,7 @@ def test_tensors_that_are_no_order(names: list[str]) -> None:
 
 def told(error: Exception, memory: Memory) -> TensorHubError:
     """An error of an engine's ranks, as the trainer gets it."""
-    report = Report(7, "update", Outcome.of(error, memory))
+    report = Report("a word", Outcome.of(error, memory))
     decoded = Report.decode(report.encode())
     assert decoded == report
     assert decoded.failed is not None

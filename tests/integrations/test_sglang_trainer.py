@@ -14,7 +14,7 @@ import torch
 from tensorhub import sync
 from tensorhub.errors import InvalidType, InvalidValue, StateError, VersionUnavailable
 from tensorhub.integrations.sglang import Trainer
-from tensorhub.integrations.sglang_session import ASLEEP, REPORT, Order, Outcome, Report
+from tensorhub.integrations.sglang_session import ASLEEP, REPORT, TORN, Order, Outcome, Report
 from tensorhub.model.stamps import Stamp
 
 
@@ -57,6 +57,7 @@ class FakeEngine:
         self.failed: Outcome | None = None
         self.skips = False
         self.report: object = None
+        self.torn: object = [0.0]
 
     def look(self) -> None:
         pass
@@ -67,14 +68,13 @@ class FakeEngine:
             order = Order.of(tensors)
             name = "check" if order.purpose == "check" else "load"
             if not self.skips:
-                self.report = Report(order.version, order.purpose, self.failed).encode()
+                self.report = Report(order.nonce, self.failed).encode()
         self.calls.append(name)
         self.fields.append(fields)
         return name not in self.faults, self.faults.get(name, "")
 
     def parameter(self, name: str) -> object:
-        assert name in (REPORT, ASLEEP)
-        return self.report if name == REPORT else [0.0]
+        return {REPORT: self.report, ASLEEP: [0.0], TORN: self.torn}[name]
 
     def serialized(self, tensors: Any) -> list[Any]:
         return list(tensors)
@@ -152,6 +152,22 @@ def test_an_engine_whose_update_fails(fault: str, memory: Any, after: list[str])
         assert engine.calls[-1] == "continue_generation"
 
 
+@pytest.mark.parametrize("fault", ["pause_generation", "begin_weight_update"])
+@pytest.mark.parametrize("torn", [[1.0], "no number", None])
+def test_a_new_trainer_does_not_resume_what_the_one_before_has_torn(fault: str, torn: Any) -> None:
+    """Nothing is torn yet in an engine whose loader was never called."""
+    engine = FakeEngine()
+    engine.torn, engine.faults = torn, {fault: "no"}
+    with training(engine) as trainer:
+        for _ in range(2):
+            with pytest.raises(StateError, match="no"):
+                trainer.send_weights()
+            assert ("continue_generation" in engine.calls) == (torn is None)
+        engine.faults = {}
+        trainer.send_weights()
+    assert engine.calls[-1] == "continue_generation"
+
+
 def test_an_engine_that_says_that_it_has_loaded_and_never_called_the_loader() -> None:
     engine = FakeEngine()
     with training(engine) as trainer:
@@ -161,7 +177,7 @@ def test_an_engine_that_says_that_it_has_loaded_and_never_called_the_loader() ->
         engine.skips = False
         trainer.send_weights()
         engine.skips = True
-        with pytest.raises(StateError, match="by get_weights_by_name, reports version 1"):
+        with pytest.raises(StateError, match="by get_weights_by_name, reports of another"):
             trainer.send_weights()
     assert engine.calls[-1] == "continue_generation"
 

@@ -102,8 +102,8 @@ def test_what_an_update_calls_and_that_the_label_is_the_stamp() -> None:
 @pytest.mark.parametrize(
     ("fault", "text", "resume_torn", "after"),
     [
-        ("pause", "lost", False, ["resume"]),  # perhaps it was paused
-        ("start", "lost", False, ["resume"]),
+        ("pause", "lost", False, ["init", "resume"]),  # perhaps it was paused
+        ("start", "lost", False, ["init", "resume"]),
         ("update", f"no [{INTACT}]", False, ["finish", "resume"]),
         ("update", "lost", False, ["finish", "label"]),
         ("update", "lost", True, ["finish", "label", "resume"]),
@@ -144,6 +144,49 @@ def test_torn_weights_stay_paused_whatever_fails_next(fault: str) -> None:
     client.faults = {}
     session.update(INFO)
     assert client.names[-1] == "resume"
+
+
+@pytest.mark.parametrize("fault", ["pause", "start"])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_new_session_asks_whether_the_one_before_has_torn_the_weights(
+    fault: str, is_whole: bool
+) -> None:
+    client = Client({fault: StateError("lost")})
+    init = client.init_weight_transfer_engine
+
+    def said(init_info: dict[str, Any]) -> None:
+        init(init_info)
+        if init_info.get("whole") and not is_whole:
+            raise StateError("they are torn")
+
+    client.init_weight_transfer_engine = said  # type: ignore[method-assign]
+    session = Session(client, Settings("tcp://a:1", "actor"))
+    for _ in range(2):
+        with pytest.raises(StateError, match="lost"):
+            session.update(INFO)
+        assert ("resume" in client.names, "label" in client.names) == (is_whole, not is_whole)
+        client.faults = {fault: StateError("lost")}
+    assert [bool(given.get("whole")) for name, given in client.calls if name == "init"] == [
+        False,
+        True,
+        False,
+    ]  # it is known now
+
+
+@pytest.mark.parametrize(("said", "is_resumed"), [(False, True), (True, False), (None, False)])
+def test_what_an_engine_with_the_extension_says_of_its_weights(said: Any, is_resumed: bool) -> None:
+    engine = Engine(state=[{"is_torn": False}, {"is_torn": said}])
+    client = ExtensionClient(engine)
+    client.pause_generation = broken  # type: ignore[method-assign]
+    resumed: list[str] = []
+    client.resume_generation = lambda: resumed.append("resumed")  # type: ignore[method-assign]
+    with pytest.raises(StateError, match="lost"):
+        Session(client, Settings("tcp://a:1", "actor")).update(INFO)
+    assert bool(resumed) == is_resumed
+
+
+def broken(**_: Any) -> None:
+    raise StateError("lost")
 
 
 def test_an_engine_that_cannot_be_resumed_does_not_hide_what_has_failed() -> None:
@@ -303,30 +346,73 @@ def test_a_misspelt_pause_is_refused_at_once(pause: Any) -> None:
         Settings("tcp://10.0.0.1:17337", "actor", pause=pause)
 
 
+class Actors:
+    """As vLLM's client has them. `update`: while an update is awaited."""
+
+    def __init__(self, update: Callable[[], object] = int, **more: str) -> None:
+        def answers(what: str) -> Any:
+            return SimpleNamespace(remote=lambda *_, **__: what)
+
+        calls = {
+            "pause_generation": "paused",
+            "resume_generation": "resumed",
+            "update_weight_version": "told",
+            **more,
+        }
+        each = SimpleNamespace(**{name: answers(what) for name, what in calls.items()})
+        self.handles, self._update = [each, each], update
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        pass
+
+    def update_weights(self, update_info: Any) -> None:
+        self._update()
+
+
 def test_a_call_to_ray_actors_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     def get(calls: list[object], timeout: float) -> None:
         if calls == ["paused", "paused"]:
             raise TimeoutError(f"{timeout}")
 
-    class Handles:
-        """As vLLM's client has them."""
-
-        def __init__(self) -> None:
-            def answers(what: str) -> Any:
-                return SimpleNamespace(remote=lambda *_, **__: what)
-
-            each = SimpleNamespace(
-                pause_generation=answers("paused"),
-                resume_generation=answers("resumed"),
-                update_weight_version=answers("told"),
-            )
-            self.handles = [each, each]
-
-        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-            pass
-
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get))
-    session = Session(Handles(), Settings("tcp://a:1", "actor", timeout_s=9.0))
+    session = Session(Actors(), Settings("tcp://a:1", "actor", timeout_s=9.0))
     with pytest.raises(StateError, match="has not done pause_generation in time") as caught:
         session.update(INFO)
     assert str(caught.value.__cause__) == str(9.0 + vllm_session.MARGIN_S)
+
+
+@pytest.mark.parametrize("health", ["dead", "busy", None])
+def test_an_engine_that_dies_under_a_call_of_its_ray_actor(
+    monkeypatch: pytest.MonkeyPatch, health: str | None
+) -> None:
+    """The actor lives, and never answers. One that does a call at a time says nothing meanwhile."""
+    monkeypatch.setattr(vllm_session, "HEALTH_S", 0.1)
+    looked, given_up = threading.Event(), threading.Event()
+
+    def get(calls: list[object], timeout: float) -> None:
+        if calls in ([], ["dead"] * 2, ["busy"] * 2):
+            looked.set()
+        if calls == ["dead", "dead"]:
+            raise RuntimeError("EngineDeadError")
+        if calls == ["busy", "busy"]:
+            raise TimeoutError
+
+    def update() -> None:
+        assert (given_up if health == "dead" else looked).wait(20.0)
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get))
+    actors = Actors(update, **({} if health is None else {"check_health": health}))
+    session = Session(actors, Settings("tcp://a:1", "actor"))
+    if health == "dead":
+        with pytest.raises(StateError, match=r"its engine is dead.*EngineDeadError") as caught:
+            session.update(INFO)
+        assert caught.value.retryable
+        given_up.set()
+    else:
+        session.update(INFO)

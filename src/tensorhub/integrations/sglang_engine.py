@@ -67,6 +67,7 @@ from tensorhub.integrations.sglang_session import (
     REPORT,
     SLEEPS,
     TESTED,
+    TORN,
     Order,
     Outcome,
     Report,
@@ -118,13 +119,17 @@ class Answering:
     def __call__(self, name: str, *args: Any, **named: Any) -> object:
         if name == REPORT:
             return None if self.receiver.report is None else self.receiver.report.encode()
+        if name == TORN:
+            return [float(self.receiver.is_torn)]
         if name == ASLEEP:
             return [float(sglang_sleep.is_asleep())]
         return None if self._models is None else self._models(name, *args, **named)
 
 
 class Receiver:
-    """One rank of an engine, with what it has registered. `report`: of the last order."""
+    """One rank of an engine, with what it has registered. `report`: of the last order. `is_torn`:
+    the weights are, or may be.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.report: Report | None = None
@@ -139,7 +144,7 @@ class Receiver:
         self._served: Order | None = None
         self._fetched: Publication | None = None  # an adapter's, the last one
         self._adapters: dict[str, Publication] = {}  # that SGLang has loaded, the last ones
-        self._is_torn = self._is_lost = False
+        self.is_torn = self._is_lost = False
         sglang_sleep.watch(self)
 
     def take(self, named_tensors: Tensors) -> None:
@@ -154,22 +159,22 @@ class Receiver:
             elif plan is not None:
                 self._agree(plan, order)
                 self.on_all_ranks(lambda: self._fill(plan, order))
-                self._is_torn, self._served = False, order
-            self.report = Report(order.version, order.purpose)
+                self.is_torn, self._served = False, order
+            self.report = Report(order.nonce)
         except _Failed as failed:
-            self._is_torn, self._is_agreed = failed.outcome.memory != "intact", False
+            self.is_torn, self._is_agreed = failed.outcome.memory != "intact", False
             log.error(
                 "sglang_update_failed", error=failed.outcome.text, memory=failed.outcome.memory
             )
-            self.report = Report(order.version, order.purpose, failed.outcome)
+            self.report = Report(order.nonce, failed.outcome)
         except TensorHubError as error:  # it is no order, on any rank
-            memory: Memory = "torn" if self._is_torn else "intact"
+            memory: Memory = "torn" if self.is_torn else "intact"
             log.error("sglang_update_failed", error=f"{error}", memory=memory)
-            self.report = Report(-1, "update", Outcome.of(error, memory))
+            self.report = Report("", Outcome.of(error, memory))
 
     def before_sleep(self) -> None:
         """The memory goes: serve it no longer, and write all of it at the next update."""
-        self._is_lost = self._is_torn = self._is_torn or not has_backup()
+        self._is_lost = self.is_torn = self.is_torn or not has_backup()
         if self._weights is not None:
             try:
                 self._weights.unpublish()
@@ -223,7 +228,7 @@ class Receiver:
         try:
             made = call()
         except Exception as error:
-            outcome = Outcome.of(error, "torn" if self._is_torn else "intact")
+            outcome = Outcome.of(error, "torn" if self.is_torn else "intact")
         failed = [each for each in _of_all_ranks(outcome) if each is not None]
         if failed:
             first = next((each for each in failed if each.kind != "GroupAborted"), failed[0])
@@ -241,7 +246,7 @@ class Receiver:
     def _get_ready(self, order: Order) -> Plan | None:
         """The plan for this version. Without a plan: there is nothing to write."""
         known = None if self._hub is None or self._joined is None else self._joined.address
-        lasting = replace(order, purpose="join", version=-1, content_id=None, adapter="")
+        lasting = replace(order, purpose="join", version=-1, content_id=None, adapter="", nonce="")
         # for adapters it does not matter how the base is updated
         if known != order.address if order.purpose == "join" else lasting != self._joined:
             self.close()
@@ -259,7 +264,7 @@ class Receiver:
         if order.purpose != "update":
             return None
         served, cluster = self._served, (order.address, order.model)
-        if served and (served.address, served.model) == cluster and not self._is_torn:
+        if served and (served.address, served.model) == cluster and not self.is_torn:
             if served.content_id is not None and served.content_id == order.content_id:
                 return None
             self._check_is_newer(self._hub, served, order)
@@ -380,7 +385,7 @@ class Receiver:
                 f"Trainer(unused=)"
             )
         error = ManifestMismatch("; and ".join(texts), differences=(*missing, *unexpected))
-        raise _Failed(Outcome.of(error, "torn" if self._is_torn else "intact"))
+        raise _Failed(Outcome.of(error, "torn" if self.is_torn else "intact"))
 
     # ----------------------------------------------------------------------------------------------
     # it is written
@@ -400,7 +405,7 @@ class Receiver:
         ahead = [fetched(batch) for batch in plan.loaded[: None if is_staged else 1]]
         if self._weights is not None:
             self._update_in_place(self._weights, plan, order, is_staged)
-        self._is_torn = True
+        self.is_torn = True
         for number, batch in enumerate(plan.loaded):
             tensors = ahead[number] if number < len(ahead) else fetched(batch)
             for layer in second.loaded(batch.layers, tensors):
@@ -409,7 +414,7 @@ class Receiver:
             second.refill(plan.recording.needs)
             self._is_lost = False
         second.post_load()
-        self._is_torn = False
+        self.is_torn = False
 
     def _update_in_place(
         self, weights: sync.Weights, plan: Plan, order: Order, is_staged: bool
@@ -424,7 +429,7 @@ class Receiver:
                     plan.in_place[name].data[place] = value
             weights.update(order.version, staged=is_staged, timeout=order.timeout_s)
         except TensorHubError as error:
-            self._is_torn = self._is_torn or error.memory != "intact"
+            self.is_torn = self.is_torn or error.memory != "intact"
             raise
 
     def _check(self, order: Order) -> None:
@@ -455,7 +460,7 @@ class Receiver:
             for layer in second.loaded(batch.layers, tensors):
                 differ += differing(layer)
         if differ:
-            self._is_torn, self._plan = True, None  # so that the next update writes all of it
+            self.is_torn, self._plan = True, None  # so that the next update writes all of it
             raise IntegrityError(
                 f"{len(differ)} tensor(s) of the engine differ from what SGLang's loader makes of "
                 f"version {order.version}: {some(list(map(repr, differ)), most=100)}"

@@ -36,6 +36,7 @@ from tensorhub.integrations.sglang_session import (
     LOADER,
     REPORT,
     SLEEPS,
+    TORN,
     Order,
     Purpose,
     Report,
@@ -217,7 +218,8 @@ class Session:
         self.engine = _engine(engine, api_key, timeout_s)
         self._pause, self._flush = pause, clear_cache and pause != "in_place"
         self._taken: VersionInfo | None = None
-        self._is_whole = True  # the engine's weights, as far as this session knows
+        # the weights, as far as this session knows; None: a trainer before may have torn them
+        self._is_whole: bool | None = None
         order = Order(
             [address] if isinstance(address, str) else list(address),
             model,
@@ -316,13 +318,13 @@ class Session:
                     _load(engine, [], flush_cache=self._flush, weight_version=str(stamp))
             except BaseException as error:
                 is_intact = isinstance(error, TensorHubError) and error.memory == "intact"
-                is_whole = self._is_whole and is_intact
+                is_whole = self._is_whole if is_intact else False
                 with suppress(Exception):  # the first error is reported
                     self._end()
                 raise
             self._end()
         except BaseException as error:
-            self._is_whole = is_whole
+            self._is_whole = is_whole = self._says_whole() if is_whole is None else is_whole
             if not is_whole:
                 error.add_note(
                     "generation stays paused: the engine's weights may be torn; the next "
@@ -335,6 +337,13 @@ class Session:
         self._is_whole = True
         if self._pause is not None:
             _done(engine.call("continue_generation"))
+
+    def _says_whole(self) -> bool:
+        """Ask the engine, which knows nothing of it as long as its loader was never called."""
+        try:
+            return self.engine.parameter(TORN) in (None, [0.0])
+        except Exception:
+            return False
 
     def _look(self) -> None:
         """Refuse an engine that sleeps, and know one that has just started, perhaps with another
@@ -377,10 +386,13 @@ class Session:
         that it has loaded, and has not asked the loader, is found out here.
         """
         self._show_draft()
+        order = replace(order, nonce=secrets.token_hex(8))
         _load(self.engine, order.tensors(), flush_cache=False)
         report = Report.decode(self.engine.parameter(REPORT))
-        if report is None or (report.version, report.purpose) != (order.version, order.purpose):
-            said = "gives no report" if report is None else f"reports version {report.version}"
+        if report is None or report.nonce != order.nonce:
+            said = "gives no report" if report is None else "reports of another order"
+            if report is not None and report.failed is not None:
+                said += f" ({report.failed.text})"
             raise StateError(
                 f"{self.engine!r} has answered that it has loaded version {order.version}, and its "
                 f"loader, asked by get_weights_by_name, {said}: does something between trainer and "

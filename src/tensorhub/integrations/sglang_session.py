@@ -26,6 +26,7 @@ PREFIX = "tensorhub:"
 # names of parameters, by which a trainer asks the loader
 REPORT = f"{PREFIX}report"
 ASLEEP = f"{PREFIX}asleep"  # 1 if the weights have no memory, else 0
+TORN = f"{PREFIX}torn"  # 1 if the weights are torn, else 0
 SLEEPS = (
     "the engine sleeps, and its weights have no memory: call "
     'resume_memory_occupation(tags=["weights"]) first, and then repeat this'
@@ -59,7 +60,7 @@ class Order:
     draft's. `replica`: the trainer's word for this engine. `unused`: names of published tensors,
     with `*`, that the model's loader may leave alone. `has_draft`: the draft model takes the
     version, too. `adapter`: one that the engine has loaded, MODEL@VERSION, which is to be that
-    version still.
+    version still. `nonce`: a word that no other order has.
     """
 
     address: list[str]
@@ -73,6 +74,7 @@ class Order:
     unused: tuple[str, ...] = ()
     has_draft: bool = False
     adapter: str = ""
+    nonce: str = ""
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return [(PREFIX + json.dumps(asdict(self)), torch.empty(0))]
@@ -81,6 +83,10 @@ class Order:
     def of(cls, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> Self:
         if len(named_tensors) == 1 and named_tensors[0][0].startswith(PREFIX):
             fields = json.loads(named_tensors[0][0].removeprefix(PREFIX))
+            if unknown := sorted(fields.keys() - cls.__dataclass_fields__.keys()):
+                raise InvalidValue(
+                    f"a trainer of another release orders {unknown}: install the same"
+                )
             return cls(**{**fields, "unused": tuple(fields["unused"])})
         names = shown([name for name, _ in named_tensors])
         raise InvalidValue(
@@ -119,12 +125,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Report:
-    """What a loader says of the last order that it was given: which version that was, and how the
-    order has failed, if so.
+    """What a loader says of the last order that it was given: its `nonce`, and how it has failed,
+    if so.
     """
 
-    version: int
-    purpose: Purpose
+    nonce: str
     failed: Outcome | None = None
 
     def encode(self) -> list[float]:

@@ -31,6 +31,7 @@ vllm_sleep.watch()  # vLLM imports this module in its workers
 class Init(WeightTransferInitInfo):
     """`replica`: the trainer's word for its engines. `version`: the next version, to get ready for.
     `check`: compare the engine's tensors with `version` of this model, or with the served one.
+    `whole`: raise if the weights are torn.
     """
 
     address: str | list[str]
@@ -41,6 +42,7 @@ class Init(WeightTransferInitInfo):
     ignored: list[str] = field(default_factory=list)
     version: int | None = None
     check: str | None = None
+    whole: bool = False
 
 
 @dataclass
@@ -101,9 +103,15 @@ class Engine(WeightTransferEngine[Init, Update]):  # type: ignore[type-arg, unus
         )
         if outcome.has_failed:
             return outcome
+        if init.whole:
+            return self._together(self._check_whole)
         if init.check is not None:
             return self.updater.check(init.check, init.version)
         return outcome if init.version is None else self.updater.prepare(init.version)
+
+    def _check_whole(self) -> None:
+        if self.updater.is_torn:
+            raise StateError(TORN)
 
     def start_weight_update(self) -> None:
         if not self._is_joined and self._ranks.speaks:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import Thread
 from typing import Any, Literal, get_args
 from urllib.parse import urlencode
 
-from tensorhub.errors import InvalidValue, StateError, shown
+from tensorhub.errors import InvalidValue, StateError, shown, text_of
 from tensorhub.integrations.given import check_info, texts
 from tensorhub.integrations.http_calls import call, checked_url
 from tensorhub.model.stamps import Stamp
@@ -141,8 +142,13 @@ class ExtensionClient:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         asked = dict(init_info)
         version, check = asked.pop("version", None), asked.pop("check", None)
+        must_be_whole = asked.pop("whole", False)
         self._call("join", **asked)
-        if check is not None:
+        if must_be_whole:
+            said = self._call("state")
+            if not all(isinstance(each, dict) and each.get("is_torn") is False for each in said):
+                raise StateError(f"{self!r} does not say that its weights are whole")
+        elif check is not None:
             self._call_for(None, "check", model=check, version=version)
         elif version is not None:
             self._call("prepare", version=version)
@@ -191,7 +197,8 @@ class Session:
         self.client, self._settings = client, settings
         self._controls = _controls(client, settings)
         self._replica = f"vllm-{secrets.token_hex(8)}"
-        self._is_whole = True  # the engine's weights, as far as this session knows
+        # the weights, as far as this session knows; None: a trainer before may have torn them
+        self._is_whole: bool | None = None
 
     @property
     def name(self) -> str:
@@ -212,10 +219,10 @@ class Session:
 
     def _await(self, call: Callable[..., object], *given: Any, **named: Any) -> None:
         """Make a call to the engine. vLLM never answers a call that was under way when its engine's
-        process died, but a server's health tells of it.
+        process died, but its health tells of it.
         """
-        url = getattr(self.client, "base_url", None)
-        if url is None:
+        look = self._look()
+        if look is None:
             call(*given, **named)
             return
         answer = Future[None]()
@@ -230,14 +237,23 @@ class Session:
 
         Thread(target=run, name="tensorhub-vllm-call", daemon=True).start()
         while not wait([answer], HEALTH_S).done:
-            _check_health(url)
+            look()
         answer.result()
+
+    def _look(self) -> Callable[[], None] | None:
+        """What looks at the engine's health, where that can be seen."""
+        url, handles = (getattr(self.client, each, None) for each in ("base_url", "handles"))
+        if url is not None:
+            return partial(_check_health, url)
+        return None if handles is None else partial(_check_actors, handles)
 
     def get_ready(self, version: int | None = None) -> None:
         """Have the engine join the cluster, and get ready for `version`: it binds, and fetches
         where it has host memory, while it still generates.
         """
-        init = self._init(version=version)
+        self._join(self._init(version=version))
+
+    def _join(self, init: dict[str, Any]) -> None:
         try:
             self._await(self.client.init_weight_transfer_engine, init)
         except Exception as error:
@@ -280,11 +296,19 @@ class Session:
             stamp = Stamp(info.model, info.lineage, info.version, info.content_id, b"")
             self._await(self.client.finish_weight_update, weight_version=str(stamp))
         except BaseException as error:
-            self._is_whole = is_whole
+            self._is_whole = is_whole = self._says_whole() if is_whole is None else is_whole
             self._after_failure(error, is_whole)
             raise
         self._is_whole = True
         self._await(self._controls.resume)
+
+    def _says_whole(self) -> bool:
+        """Ask the engine whether its weights are whole."""
+        try:
+            self._join(self._init(whole=True))
+        except Exception:
+            return False
+        return True
 
     def _after_failure(self, error: BaseException, is_whole: bool) -> None:
         """Whatever an engine generates bears the stamp of its weights, or "torn"."""
@@ -316,6 +340,22 @@ def _check_health(url: str) -> None:
         raise StateError(
             f"{whose} says that its engine is dead: start the server again", retryable=True
         )
+
+
+def _check_actors(handles: Sequence[Any]) -> None:
+    """As `_check_health`, of Ray's actors. One that does a call at a time does not answer."""
+    import ray
+
+    looks = [look for each in handles if (look := getattr(each, "check_health", None))]
+    try:
+        ray.get([each.remote() for each in looks], timeout=HEALTH_S)
+    except TimeoutError:
+        pass
+    except Exception as error:
+        raise StateError(
+            f"an actor of Ray's says that its engine is dead: start it again ({text_of(error)})",
+            retryable=True,
+        ) from error
 
 
 def _nothing(*_: object) -> None:
