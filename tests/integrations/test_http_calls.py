@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -141,6 +142,30 @@ def test_an_answer_has_a_size_and_an_end(
     monkeypatch.setattr(http_calls, "ANSWER_MAX", 2**20)
     with pytest.raises(StateError, match="timed out"):
         CALLS[call](rogue.url)
+
+
+def test_a_machine_that_is_gone_is_noticed_before_a_long_deadline(
+    rogue: Rogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the system, as a look at a connection shows: here no machine can be taken away."""
+    sockets: list[dict[str, int]] = []
+    request = HTTPConnection.request
+
+    def looked_at(self: Any, *given: Any) -> None:
+        options = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+        found = {
+            each: self.sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, each))
+            for each in options
+        }
+        assert self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        sockets.append(found)
+        request(self, *given)
+
+    monkeypatch.setattr(HTTPConnection, "request", looked_at)
+    HttpClient(rogue.url, timeout_s=300.0).resume_generation()
+    (its,) = sockets
+    assert its["TCP_KEEPIDLE"] + its["TCP_KEEPINTVL"] * its["TCP_KEEPCNT"] <= 30
+    assert its["TCP_USER_TIMEOUT"] == 30_000
 
 
 def test_an_error_of_an_engine_is_printable_and_short(rogue: Rogue) -> None:

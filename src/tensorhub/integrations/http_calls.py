@@ -25,6 +25,7 @@ from tensorhub.types import printable
 
 ANSWER_MAX = 16 * 2**20  # bytes
 TEXT_MAX = 100_000  # characters of it that an error shows
+GONE_S = 30  # until a machine that is gone is noticed, while its answer is awaited
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def call(
         connection = kind(str(parts.hostname), parts.port, timeout=timeout_s)
         try:
             connection.connect()
+            _notice_if_gone(connection.sock)
             deadline = time.monotonic() + timeout_s
             watch = threading.Timer(timeout_s, _end, (connection.sock,))
             watch.daemon = True
@@ -115,6 +117,18 @@ def call(
             retryable=True,
         ) from error
     return Answer(answer.status, data.decode(errors="replace"))
+
+
+def _notice_if_gone(sock: socket.socket) -> None:
+    """A process that ends closes its connections; a machine that is gone does not."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, GONE_S // 3),
+        (socket.TCP_KEEPINTVL, GONE_S // 6),
+        (socket.TCP_KEEPCNT, 4),
+        (socket.TCP_USER_TIMEOUT, 1000 * GONE_S),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _end(sock: socket.socket) -> None:
