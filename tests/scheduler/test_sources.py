@@ -28,7 +28,8 @@ WANTED = st.builds(
     st.integers(1, 10_000),
 )
 LOADS = st.builds(Load, st.integers(0, 3), st.integers(0, 2), st.integers(0, 2), st.booleans())
-PUT = st.tuples(st.integers(0, 11), LOCATIONS, TRANSPORTS, LOADS, st.integers(0, 4))
+# at None it stays where it is
+PUT = st.tuples(st.integers(0, 11), LOCATIONS | st.none(), TRANSPORTS, LOADS, st.integers(0, 4))
 CHANGES = st.lists(PUT | st.integers(0, 11), max_size=40)
 
 
@@ -55,7 +56,7 @@ def scanned(
 
 @given(CHANGES, LOCATIONS, TRANSPORTS, WANTED, RATES, st.frozensets(st.integers(0, 11), max_size=4))
 def test_it_chooses_as_a_look_at_all_would(
-    changes: list[tuple[int, Location, frozenset[str], Load, int] | int],
+    changes: list[tuple[int, Location | None, frozenset[str], Load, int] | int],
     reader: Location,
     transports: frozenset[str],
     wanted: Wanted,
@@ -68,7 +69,9 @@ def test_it_chooses_as_a_look_at_all_would(
             sources.drop(change)
             there.pop(change, None)
         else:
-            source, location, theirs, load, depth = change
+            source, place, theirs, load, depth = change
+            before = there.get(source)
+            location = place or (Location("0", "0", "0.0.0") if before is None else before.location)
             there[source] = Standing(location, theirs, load, depth, number)
             sources.put(source, there[source])
         for refuses in (lambda source: source in refused, lambda source: False):
@@ -79,6 +82,19 @@ def test_it_chooses_as_a_look_at_all_would(
     for source in there:
         sources.drop(source)
     assert not any(root.first or root.children for root in sources._roots.values())
+
+
+def test_a_source_that_is_back_with_other_transports_is_found_over_these_only() -> None:
+    here, sources = Location("s", "r", "h"), Sources[str]()
+    for theirs in ({"rdma", "tcp"}, {"tcp"}, {"rdma"}):
+        sources.put("a", Standing(here, frozenset(theirs), Load(0, 0), 0, 1))
+        wanted = Wanted(10**9, 10**6)
+        found = {
+            mine
+            for mine in ("rdma", "tcp")
+            if sources.best(here, frozenset({mine}), wanted, SUPPOSED_BYTES_PER_S, lambda _: False)
+        }
+        assert found == theirs
 
 
 def test_whoever_shares_memory_shares_no_uplink() -> None:

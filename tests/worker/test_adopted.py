@@ -240,3 +240,20 @@ def test_a_copy_that_was_ordered_out_is_dropped_and_one_that_was_unloaded_stays(
     world.take()
     assert world.copies.freed("a", 0.0) == [DropHandle("a")]
     assert world.copies.budget.reserved_bytes == 0
+
+
+def test_room_that_a_closed_copy_takes_before_its_handle_ends_is_given_back() -> None:
+    """Its memory is gone by then, and readers may still wait for chunks of it."""
+    world = World(ONE)
+    world.adopt("a")
+    closing = world.members["a"]
+    assert closing.content is not None
+    generation = closing.content.generation
+    closing.begin(CloseCall(), 5.0, 0.0)
+    closing.fenced(generation, 0.0)
+    assert closing.state is HandleState.CLOSED
+    assert world.copies.freed("a", 0.0) == []
+    world.want("a")
+    assert world.copies.budget.reserved_bytes == ONE
+    world.copies.ended("a", 0.0)
+    assert world.copies.budget.reserved_bytes == 0

@@ -24,6 +24,7 @@ from tensorhub.messages import (
     Register,
     Registered as RegisteredReply,
     Resolve,
+    RetainedAck,
     Revoked,
     SetRetained,
     Start,
@@ -329,6 +330,25 @@ def test_unasked_a_rank_leaves_what_its_own_host_copy_keeps_unless_it_has_mates(
     rank.do(rank.member.begin(UnpublishCall(), 60, 0))
     rank.do(rank.member.tick(30))  # readers have had half the time to leave
     assert kinds(rank.take()) == (["Fence"] if goes else [])
+
+
+def test_a_rank_does_not_say_that_it_keeps_what_it_fences_unless_it_has_stayed() -> None:
+    """R4: by its word another last holder would leave. Its own leave may be unasked: it did not
+    know that the version is retained.
+    """
+    rank = Rank(LocalCopies())
+    rank.hold(1)
+    rank.do(rank.member.begin(UnpublishCall(), 60, 0))
+    rank.do(rank.member.tick(30))  # readers have had half the time to leave
+    fence, retained = (
+        of(rank.take(), Fence),
+        SetRetained(rank.shard.registration, "content1", True, 1),
+    )
+    rank.do(rank.member.receive(retained, 30))
+    assert rank.said(RetainedAck) == []
+    rank.do(rank.member.fence_failed(fence.generation, 60))
+    rank.do(rank.member.receive(retained, 60))
+    assert [ack.keep for ack in rank.said(RetainedAck)] == [True]
 
 
 def test_what_a_fill_has_begun_to_use_again_is_not_freed_with_what_was_ordered_out() -> None:

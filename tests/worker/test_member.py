@@ -181,6 +181,24 @@ def test_the_coordinator_hears_why_a_source_was_given_up() -> None:
     ]
 
 
+def test_a_source_that_was_given_up_offline_is_told_and_not_read_again() -> None:
+    """The coordinator grants the same lease again: it would wait for a lane that has ended."""
+    cluster, _, (reader, other) = published("reader", "other")
+    other.replicate()
+    cluster.run()
+    asked = reader.replicate()
+    cluster.run("read")
+    assert reader.pull is not None
+    ((lease, lane),) = reader.pull.lanes.items()
+    reader.worker.disconnect()
+    lane.end("lost")
+    cluster.run("read")
+    reader.worker.connect()
+    cluster.run()
+    assert asked.number == 1
+    assert [each.grant.lease for each in reader.pull.all_lanes].count(lease) == 1
+
+
 def test_tensors_that_do_not_fit_are_named_and_nothing_is_written() -> None:
     cluster, _, (reader,) = published("reader")
     tensor = TensorDescription("other", "uint8", (2, CHUNK_BYTES), 0, 2 * CHUNK_BYTES)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Callable
 
 import anyio
 import anyio.to_thread
@@ -57,9 +58,13 @@ async def test_read_only_readers_have_half_of_the_places_at_most() -> None:
     manifest = manifest_of((LARGE,), chunk_bytes=LARGE)
     a = Node("a", manifest, filled=True, readers_max=4).open(complete=True)
     b = Node("b", manifest, filled=False).open(complete=False)
+
+    def are_inside(count: int) -> Callable[[], bool]:
+        return lambda: f"{count} accesses" in repr(a.owner)
+
     async with serving(a, b), b.runner() as to_b:
         with contextlib.ExitStack() as stack:
-            for name in ("raw-1", "raw-2", "raw-3"):
+            for name, inside in (("raw-1", 1), ("raw-2", 2), ("raw-3", 2)):
                 peer = stack.enter_context(socket.create_connection(a.listener.getsockname()))
                 connection = BlockingConnection(peer, stall_timeout_s=WAIT_S)
                 handshake = ClientHandshake(
@@ -67,6 +72,8 @@ async def test_read_only_readers_have_half_of_the_places_at_most() -> None:
                 )
                 await anyio.to_thread.run_sync(connection.handshake, handshake, WAIT_S)
                 connection.send(read(a, (0, 1)))
+                # each in its turn: a lane is let in by its own thread
+                await until(are_inside(inside))
             refusal = await anyio.to_thread.run_sync(connection.receive, FROM_OWNER)
             assert isinstance(refusal, ReadRefused)
             assert (
@@ -75,7 +82,7 @@ async def test_read_only_readers_have_half_of_the_places_at_most() -> None:
             )
             to_b.add_source(a.grant())
             await finish(to_b)
-            await until(lambda: "2 accesses" in repr(a.owner))  # its own one is over
+            await until(are_inside(2))  # its own one is over
 
 
 @pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", PREFACE + b"\xff\xff\xff\xff"])

@@ -53,7 +53,11 @@ def read(node: Node, *runs: tuple[int, int], generation: int | None = None) -> R
 
 
 async def test_a_fence_does_not_wait_for_a_reader_that_stopped_reading() -> None:
-    a = Node("a", manifest_of((LARGE,), chunk_bytes=LARGE), filled=True).open(complete=True)
+    """It is shut out once its grace is over, neither when it counts as stalled nor when the fence
+    would be given up.
+    """
+    large, never_s = manifest_of((LARGE,), chunk_bytes=LARGE), 100 * WAIT_S
+    a = Node("a", large, filled=True, stall_timeout_s=never_s).open(complete=True)
     published = bytes(a.arrays[0])
 
     def stop_reading(connection: BlockingConnection) -> None:
@@ -64,7 +68,9 @@ async def test_a_fence_does_not_wait_for_a_reader_that_stopped_reading() -> None
     async with serving(a), raw_reader(a) as connection:
         await anyio.to_thread.run_sync(stop_reading, connection)
         assert "1 accesses" in repr(a.owner)  # its lane is inside the send, and cannot end it
-        await a.owner.fence_async(a.registration)
+        fence = threading.Thread(target=a.owner.fence, args=(a.registration, never_s), daemon=True)
+        fence.start()
+        await until(lambda: not fence.is_alive())
         assert "0 accesses" in repr(a.owner)
         a.arrays[0][:] = bytes(LARGE)  # the next version
         received = bytearray(LARGE)
