@@ -73,7 +73,7 @@ def test_describing_an_unknown_model_names_the_known_ones() -> None:
 
 def test_watchers_hear_the_newest_version_now_and_whenever_it_changes() -> None:
     cluster, trainer = observed()
-    assert ask(cluster, Watch("actor")) == Announce("actor", None)
+    assert ask(cluster, Watch("actor")) == Announce("actor", None, 0)
     heard: list[Announce] = []
     step = cluster.coordinator.step
 

@@ -248,7 +248,9 @@ def test_watches_of_all(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real, "WATCHED_MAX", 2)
     for session in (1, 2):
         desk.connect(session)
-        assert desk.say(session, Watch("m")) == desk.say(session, Watch("m")) == Announce("m", None)
+        assert (
+            desk.say(session, Watch("m")) == desk.say(session, Watch("m")) == Announce("m", None, 0)
+        )
     error = refusal(desk.say(2, Watch("n")))
     assert "WATCHED_MAX" in str(error)
     assert error.retryable

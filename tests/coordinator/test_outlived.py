@@ -71,6 +71,7 @@ def committed(group: str, sequence: int) -> FromWorker:
         (joins(1, term="another"), "welcomed in epoch 1 by another coordinator, and this is that"),
         (Watch("actor", 0, 2), "version 2 of 'actor', lineage 0: number 1 of lineage 0"),
         (Watch("actor", 1, 1), "version 1 of 'actor', lineage 1: number 1 of lineage 0"),
+        (Watch("actor", 1), "no version of 'actor', lineage 1: number 1 of lineage 0"),
         (Watch("unknown", 0, 0), "version 0 of 'unknown', lineage 0: number None of lineage 0"),
         (holds(), "version 9 of 'actor', lineage 0: number 1 of lineage 0"),
         (holds(version=1), "version 1 of 'actor', lineage 0: other content"),

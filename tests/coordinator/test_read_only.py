@@ -124,7 +124,7 @@ def test_a_reader_that_is_back_is_away_no_more() -> None:
 def test_a_name_that_was_watched_before_there_was_such_a_model_is_announced() -> None:
     lobby = Lobby()
     lobby.reader(1)
-    assert lobby.say(1, Watch("m")) == Announce("m", None)
+    assert lobby.say(1, Watch("m")) == Announce("m", None, 0)
     lobby.connect(2)
     lobby.register(2, "a")
     assert isinstance(lobby.publish(2, "a", 1, 0), Outcome)

@@ -73,7 +73,7 @@ def test_every_message_comes_back_as_it_was(kind: type, data: st.DataObject) -> 
 
 def test_the_wire_form_is_what_it_was() -> None:
     assert encode(m.Heartbeat(5)) == b"\x93\x11\x05\xcb" + bytes(8)
-    assert encode(m.Announce("a", None)) == b"\x93\x4f\xa1a\x90"
+    assert encode(m.Announce("a", None)) == b"\x94\x4f\xa1a\x90\xc0"
     assert encode(FILL) == raw(
         22, ["actor", "g", 1, 2], 0, "r", "update", 7, None, 3, False, False, 60.0, [], []
     )

@@ -115,13 +115,13 @@ class Access:
         if self._may_watch(session, name):
             self._cluster.watch(session, name)
             watched = self._cluster.models.get(name)
-            if message.version is not None and session.remembers:
+            if session.remembers:
                 told = message.lineage, message.version
                 self._cluster.outlived(beyond_record(name, watched, *told))
             newest = watched.newest_visible() if watched is not None else None
-            self._cluster.send(
-                session.number, messages.Announce(name, newest.info if newest is not None else None)
-            )
+            lineage = watched.history.lineage if watched is not None else 0
+            news = messages.Announce(name, newest.info if newest is not None else None, lineage)
+            self._cluster.send(session.number, news)
 
     def _may_watch(self, session: Session, name: str) -> bool:
         """Whether it may watch one more model. If not, a session ends: a Watch has no answer that

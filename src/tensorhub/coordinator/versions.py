@@ -22,13 +22,13 @@ from tensorhub.types import LATEST, PREVIOUS, OpKind, Selector, VersionInfo
 
 
 def beyond_record(
-    name: str, model: Model | None, lineage: int, number: int, content_id: str = ""
+    name: str, model: Model | None, lineage: int, number: int | None, content_id: str = ""
 ) -> str | None:
     """What a worker was told that the record of this model contradicts, so that it is older than
-    the worker's memory (G3); None: nothing.
+    the worker's memory (G3); None: nothing. `number` None: of no version.
     """
     recorded = (model.history.lineage, model.mark) if model is not None else (0, None)
-    version = model.versions.get(number) if model is not None else None
+    version = model.versions.get(number) if model is not None and number is not None else None
     is_other = (
         version is not None
         and version.visible
@@ -36,12 +36,13 @@ def beyond_record(
         and content_id not in ("", version.info.content_id)
         and not version.info.content_id.startswith(STAND_IN)
     )
-    mark = -1 if recorded[1] is None else recorded[1]
-    if (lineage, number) <= (recorded[0], mark) and not is_other:
+    told, known = [(of, -1 if at is None else at) for of, at in ((lineage, number), recorded)]
+    if told <= known and not is_other:
         return None
     here = f"number {recorded[1]} of lineage {recorded[0]} is the newest here"
     what = "other content" if is_other else here
-    return f"a worker was told of version {number} of {name!r}, lineage {lineage}: {what}"
+    which = "no version" if number is None else f"version {number}"
+    return f"a worker was told of {which} of {name!r}, lineage {lineage}: {what}"
 
 
 @dataclass(eq=False, repr=False)
@@ -396,7 +397,8 @@ class Versions:
         if info != model.history.announced:  # after a rollback it is an older one, or none
             model.history.announced = info
             for session in sorted(self._cluster.watchers.get(model.name, ())):
-                self._cluster.send(session, Announce(model.name, info))
+                news = Announce(model.name, info, model.history.lineage)
+                self._cluster.send(session, news)
 
     def _astir(self, model: Model) -> list[Version]:
         """The versions of which something has changed since the last look that can change their

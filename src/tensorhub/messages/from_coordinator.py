@@ -371,10 +371,14 @@ class VersionReply:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """The newest visible version; None: there is none. After a rollback it is older than before."""
+    """The newest visible version; None: there is none. After a rollback it is older than before.
+
+    `in_lineage`: the model's. It and the number of the newest version together never go back.
+    """
 
     model: Name
     newest: VersionInfo | None
+    in_lineage: Annotated[Number | None, Since(19)] = None
 
 
 @dataclass(frozen=True, slots=True)

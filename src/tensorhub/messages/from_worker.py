@@ -444,7 +444,7 @@ class GetPublication:
 @dataclass(frozen=True, slots=True)
 class Watch:
     """Announce this model's newest visible version now, and whenever it changes. `lineage`,
-    `version`: the newest version that this worker was told of; None: of none.
+    `version`: the model's lineage and newest version as this worker was told; None: of none.
     """
 
     model: Name

@@ -9,7 +9,7 @@ from dataclasses import replace
 import anyio
 import pytest
 
-from tensorhub.errors import OperationTimeout
+from tensorhub.errors import LeaseLost, OperationTimeout
 from tensorhub.messages import Announce, FromWorker, Unwatch, Watch
 from tensorhub.runtime.worker import version_watches as news_module
 from tensorhub.runtime.worker.version_watches import VersionWatches
@@ -118,3 +118,19 @@ async def test_a_version_that_is_rolled_back_before_its_waiter_goes_on_is_not_to
         assert not found
         news.announced(Announce("m", replace(version("m"), version=3)))
     assert [each.version for each in found] == [3]
+
+
+def test_where_the_newest_goes_back_without_a_rollback_each_asker_is_told_once() -> None:
+    """As a read-only worker hears of an older copy of the state: no coordinator begins anew for it."""
+    news, heard, lost = VersionWatches(MessageSink()), list[VersionInfo | None](), list[LeaseLost]()
+    news.listen("m", heard.append, lost.append)
+    news.announced(Announce("m", version("m"), 1))
+    news.announced(Announce("m", version("m"), 2))
+    news.report_loss("m")
+    assert not lost
+    news.announced(Announce("m", version("m"), 1))
+    assert len(lost) == 1
+    with pytest.raises(LeaseLost, match="on an older copy of its state"):
+        news.report_loss("m")
+    news.report_loss("m")
+    assert news.newest("m") == version("m")

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from tensorhub.coordinator import Entry, Persist, PersistFailed, Publication
+from tensorhub.coordinator import Entry, Persist, PersistFailed, Publication, membership
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.membership import Membership
-from tensorhub.messages import Join
+from tensorhub.messages import Announce, Join
 from tensorhub.testing import Fault
 from tensorhub.testing.drivers.coordinator_process import CoordinatorProcess
 from tensorhub.testing.sim.terms import Deposed, FencedStore, Term
 from tensorhub.testing.sim.world import World
+from tensorhub.worker.newest_told import NewestTold
 from tests.testing.bugs import bug, replaced
 from tests.testing.bugs.inside import around
 
@@ -107,6 +108,21 @@ def worker_of_a_later_epoch_welcomed() -> Iterator[None]:
 )
 def older_state_is_not_noticed() -> Iterator[None]:
     with replaced(Cluster, "outlived", lambda self, reason: None):
+        yield
+
+
+@bug("G3: a read-only worker believes an older copy of the state", faults=OLDER, READERS_DRAWN=1.0)
+def reader_believes_an_older_state() -> Iterator[None]:
+    def goes_back(before: Callable[..., bool], self: NewestTold, message: Announce) -> bool:
+        return before(self, message) and False
+
+    with around(NewestTold, "goes_back", goes_back):
+        yield
+
+
+@bug("R6: an older copy of the state lacks a commit, and no rank says so", faults=OLDER)
+def commit_is_not_remembered() -> Iterator[None]:
+    with replaced(membership, "beyond_decisions", lambda cluster, message: None):
         yield
 
 

@@ -9,9 +9,10 @@ import anyio
 
 from tensorhub.errors import LeaseLost, OperationTimeout, StateError, unreachable
 from tensorhub.logs import get_logger
-from tensorhub.messages import WATCHES_MAX, Announce, Unwatch, Watch
+from tensorhub.messages import WATCHES_MAX, Announce, Unwatch
 from tensorhub.runtime.worker.coordinator_client import MessageSink
 from tensorhub.types import VersionInfo
+from tensorhub.worker.newest_told import NewestTold
 
 log = get_logger("tensorhub.worker")
 
@@ -35,6 +36,11 @@ NO_NEWEST = (
 )
 
 
+# how the coordinator has come back
+NEW_CLUSTER = "without its state, as a new cluster"
+OLDER_COPY = "on an older copy of its state"
+
+
 class VersionWatches:
     """`newest`, `watches`, `check_room` and `report_loss` are for any thread, the rest for the
     library's loop.
@@ -42,6 +48,7 @@ class VersionWatches:
 
     def __init__(self, link: MessageSink) -> None:
         self._link = link
+        self._told = NewestTold()
         self._newest: dict[str, VersionInfo | None] = {}  # of the watched models
         # watched models without a version and without listeners, IDLE_NAMES_MAX at most
         self._idle: dict[str, None] = {}
@@ -51,8 +58,8 @@ class VersionWatches:
         # watched models of which there is no version; whether the log says so
         self._unpublished: dict[str, bool] = {}
         self._patient: set[NewestListener] = set()  # that wait for the first version on purpose
-        # models whose history is lost, of which no caller that asked was told yet
-        self._lost: set[str] = set()
+        # models whose history is lost, of which no caller that asked was told yet, and how
+        self._lost: dict[str, str] = {}
 
     def __repr__(self) -> str:
         return f"<VersionWatches of {len(self._newest)} models>"
@@ -83,7 +90,7 @@ class VersionWatches:
         """From now on, know this model's newest version."""
         if model not in self._newest:
             self._newest[model] = None
-            self._link.say(Watch(model))
+            self._link.say(self._told.watch(model))
             self._rest(model)
 
     def _rest(self, model: str) -> None:
@@ -97,13 +104,13 @@ class VersionWatches:
             oldest = next(iter(self._idle))
             del self._idle[oldest], self._newest[oldest]
             self._unpublished.pop(oldest, None)
+            self._told.forget(oldest)
             self._link.say(Unwatch(oldest))
 
     def welcomed(self) -> None:
         """A session is up: ask for everything anew."""
-        for model, newest in self._newest.items():
-            told = (newest.lineage, newest.version) if newest is not None else ()
-            self._link.say(Watch(model, *told))
+        for model in self._newest:
+            self._link.say(self._told.watch(model))
 
     def heard_of(self, model: str) -> None:
         """Note that a caller was told of a version: if the version is lost, the next caller that
@@ -114,25 +121,32 @@ class VersionWatches:
     def state_lost(self, models: Iterable[str]) -> None:
         """The coordinator has lost its state: forget the newest versions. `models`: in use here."""
         known = {model for model, newest in self._newest.items() if newest is not None}
-        self._lost |= known | self._heard_of | set(models)
+        self._lost |= dict.fromkeys(known | self._heard_of | set(models), NEW_CLUSTER)
         self._heard_of.clear()
+        self._told.forget()
         self._newest = dict.fromkeys(self._newest)
         self._unpublished.clear()
-        for model, listeners in self._loss_listeners.items():
-            for listener in list(listeners):
-                listener(_lost(model))
+        for model in list(self._loss_listeners):
+            self._tell_loss(model, NEW_CLUSTER)
+
+    def _tell_loss(self, model: str, how: str) -> None:
+        for listener in list(self._loss_listeners.get(model, ())):
+            listener(_lost(model, how))
 
     def report_loss(self, model: str) -> None:
         """Raise LeaseLost, once, if this model's history was lost with its coordinator's state
         (G3).
         """
-        if model in self._lost:
-            self._lost.discard(model)
-            raise _lost(model)
+        how = self._lost.pop(model, "")
+        if how:
+            raise _lost(model, how)
 
     def announced(self, message: Announce) -> None:
         if message.model not in self._newest:
             return  # it was said before the coordinator heard that this name is watched no more
+        if self._told.goes_back(message):
+            self._lost[message.model] = OLDER_COPY
+            self._tell_loss(message.model, OLDER_COPY)
         self._newest[message.model] = message.newest
         if message.newest is not None:
             self._idle.pop(message.model, None)
@@ -234,10 +248,9 @@ def _remove(listeners: dict[str, list[T]], model: str, listener: T) -> None:
             del listeners[model]
 
 
-def _lost(model: str) -> LeaseLost:
+def _lost(model: str, how: str) -> LeaseLost:
     return LeaseLost(
-        f"{model!r}: the coordinator has come back without its state, as a new cluster: the "
-        f"versions that were known before "
+        f"{model!r}: the coordinator has come back {how}: the versions that were known before "
         "are not its, and its newest one may be older. Ask again for what it has (a state_dir "
         "keeps a coordinator's state)"
     )

@@ -41,6 +41,7 @@ from tensorhub.types import (
 from tensorhub.worker.calls import FillCall, PublishCall, RefuseCall, UnpublishCall
 from tensorhub.worker.heartbeats import Heartbeats
 from tensorhub.worker.local_copies import LocalCopies
+from tensorhub.worker.newest_told import NewestTold
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.router import (
@@ -235,6 +236,7 @@ class SimWorker:
         self.router = Router[SimHandle](cluster.numbers)
         # of the models that it watches, as it was told
         self.newest: dict[str, VersionInfo | None] = {}
+        self._told = NewestTold()
         self._new_handle = new_handle
         self._said_held: dict[int, str] = {}  # of these: what content such a request says is held
 
@@ -465,8 +467,11 @@ class SimWorker:
                 case Reply():
                     self.say(routed.message)
                 case messages.Announce():
-                    before = self.newest.get(routed.model)
-                    self.cluster.guarantees.history.goes_on(self, before, routed)
+                    before, history = self.newest.get(routed.model), self.cluster.guarantees.history
+                    if self._told.goes_back(routed):
+                        history.finds_loss(self, routed)
+                    else:
+                        history.goes_on(self, before, routed)
                     if routed.model in self.newest:
                         self.newest[routed.model] = routed.newest
                     self.cluster.guarantees.history.announced(self, routed)
@@ -525,10 +530,10 @@ class SimWorker:
         match step:
             case Anew.FORGET_VERSIONS:
                 self.newest = dict.fromkeys(self.newest)
+                self._told.forget()
             case Anew.WATCH:
-                for model, newest in self.newest.items():
-                    told = (newest.lineage, newest.version) if newest is not None else ()
-                    self.say(messages.Watch(model, *told))
+                for model in self.newest:
+                    self.say(self._told.watch(model))
             case Anew.PIN:
                 self.asks.say_pins()
             case _:

@@ -125,6 +125,7 @@ class World(Driver):
         self.ident = "c"  # of the coordinator's state
         self.read_only_max = 0  # sessions at a time; 0: as the options have it
         self.is_older = False  # it is an older copy, and no coordinator has noticed
+        self.was_older = False  # at some time
         # Whether a coordinator dies, or takes for lost who is not.
         self.forgets: Callable[[], bool] = lambda: True
         self.is_unharmed: Callable[[], bool] = lambda: False
@@ -241,6 +242,7 @@ class World(Driver):
         """The next coordinator will find an older copy of the state, of so many entries."""
         assert self.former is None
         before, self.is_older = list(self.store), True
+        self.was_older = True
         self.store.go_back(entries)
         self.guarantees.state_replaced(before, self.store)
 

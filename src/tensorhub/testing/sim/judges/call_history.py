@@ -186,17 +186,23 @@ class CallHistory:
             since = self._deposed.get(message.model, 0) if is_behind else inf
             self.models[message.model].announced(worker.incarnation, message.newest, since)
 
+    def finds_loss(self, worker: JudgedWorker, message: Announce) -> None:
+        """A worker tells its callers that the coordinator has an older copy of its state."""
+        demand(
+            self._world.was_older,
+            "durable mark: {} takes the state for an older copy by {}, which it never was",
+            worker,
+            message,
+        )
+
     def goes_on(self, worker: JudgedWorker, before: VersionInfo | None, message: Announce) -> None:
-        """G3: numbers go back by a rollback only, or after the word that state was lost. (What a
-        read-only worker remembers changes no state.)
-        """
+        """G3: numbers go back by a rollback only, or after the word that state was lost."""
         newest, least = message.newest, self.rolled_back_to.get(message.model, inf)
         demand(
             before is None
             or newest is None
             or newest.version >= before.version
-            or least < before.version
-            or worker.read_only,
+            or least < before.version,
             "visibility: {} was told of {}, and then of {}, and not that state was lost",
             worker,
             before,

@@ -131,6 +131,7 @@ class JudgedWorld(Protocol):
     options: Options
     is_unharmed: Callable[[], bool]  # whether no fault has happened so far, as far as anybody knows
     user_errors: tuple[type[Exception], ...]  # that a user's own code raises
+    was_older: bool  # the state, at some time: words of a coordinator on an older copy may be late
 
     @property
     def coordinator(self) -> Coordinator: ...
