@@ -568,7 +568,8 @@ def test_readers_keep_what_they_read(local: Store) -> None:
     assert archive.sweep(timedelta(0)) == []
 
 
-def test_a_long_chain_is_cut(local: Store) -> None:
+def long_chain(local: Store) -> tuple[Archive, Model]:
+    """Of versions 0 to 4, of which all bytes change in each step."""
     random = Random(1)
     model = plain(random)
     archive = opened(local)
@@ -577,6 +578,11 @@ def test_a_long_chain_is_cut(local: Store) -> None:
         for region in model.memory[0]:
             region[:] = random.randbytes(len(region))
         archive.add_delta(model.content(number), Key(0, number - 1), model.frames(number - 1))
+    return archive, model
+
+
+def test_a_long_chain_is_cut(local: Store) -> None:
+    archive, model = long_chain(local)
     decision = archive.retain(Keep(1), apply)
     assert decision.anchor_first == (Key(0, 4),)
     (version,) = archive.catalogue.versions.values()
@@ -584,4 +590,26 @@ def test_a_long_chain_is_cut(local: Store) -> None:
     assert version.anchor is not None
     assert "config.json" in version.anchor.beside
     check(local, model, [4])
+    assert archive.sweep(timedelta(0)) == []
+
+
+def test_a_reader_that_comes_while_a_chain_is_cut_keeps_what_it_reads(local: Store) -> None:
+    archive, model = long_chain(local)
+    readers = list[Reader]()
+
+    def uses() -> list[str]:
+        """The reader begins right after it was asked which readers there are."""
+        found = [path for reader in readers for path in reader.uses]
+        if not readers:
+            catalogue = VersionCatalogue(local, "actor").load()
+            readers.append(Reader(catalogue, Key(0, 3), apply))
+        return found
+
+    decision = archive.retain(Keep(1), apply, uses)
+    assert decision.anchor_first == (Key(0, 4),)
+    with readers[0] as reader:
+        (chunks,) = content_of(reader)
+    assert chunks == model.chunks(0, model.copies[3])
+    archive.retain(Keep(1), apply)
+    assert [key.number for key in archive.catalogue.versions] == [4]
     assert archive.sweep(timedelta(0)) == []
