@@ -375,7 +375,8 @@ class Healing:
 
     def _fetch_archived(self) -> None:
         """Every version that the bucket shows can be fetched, also if no other worker holds it (G5,
-        G7).
+        G7), but for those of which its worker's memory has lied: they are not taken from that
+        worker again.
         """
         archive, judge = self._users.archive, self._cluster.guarantees.archived
         if archive is None:
@@ -384,8 +385,10 @@ class Healing:
         if archive.has_ended:
             return
         reader = self._users.new_process()
+        lied = {each.lied for each in archive.worker.handles}
         for number, content_id in judge.in_effect.items():
-            self._fetch(reader, number, number, content_id)
+            if content_id not in lied:
+                self._fetch(reader, number, number, content_id)
 
     def _demand_settled(self, archive: SimArchive) -> None:
         settled = self._run_until(lambda: archive.is_settled, REST_S)
