@@ -190,6 +190,30 @@ def test_a_reader_need_not_wait_for_what_has_closed_before_the_coordinator_reads
     assert LEFT in str(asked.error)
 
 
+def test_a_shard_leaves_with_its_replica_although_its_own_rank_is_dead() -> None:
+    """R12: the other shard has a source meanwhile, which is lost later."""
+    cluster = StepwiseCluster(host_bytes=MANIFEST.nbytes)
+    one, dead = cluster.group("trainer", 2)
+    source, reader = cluster.worker("source"), cluster.worker("reader")
+    cluster.run()
+    for handle in (one, dead):
+        handle.publish(1)
+    cluster.run()
+    assert one.member.content is not None
+    info = one.member.content.version
+    source.copies.seed(info, 0, 60.0)
+    cluster.run()
+    dead.worker.crash()
+    one.unpublish()
+    cluster.run()
+    source.crash()
+    cluster.advance(6.0)
+    asked = reader.copies.seed(info, 0, 60.0, selector=1)
+    cluster.run()
+    cluster.advance(6.0)
+    assert LEFT in str(asked.error)
+
+
 def test_a_version_that_is_held_again_and_counts_as_left_is_noticed() -> None:
     cluster, trainer, reader = published()
     reader.replicate()

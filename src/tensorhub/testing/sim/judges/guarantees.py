@@ -86,7 +86,8 @@ class Guarantees:
         self._epochs: dict[tuple[str, str, int, int], str] = {}
         # when some owner of which content took it from its readers, or wanted to
         self._given_up: dict[str, float] = {}
-        # by content and shard: its last live holder has given it up, and no handle has it since
+        # By content and shard: its last live holder has given it up, or the replica of its last
+        # holder has; and no handle has it since.
         self._left_shards: set[tuple[str, int]] = set()
         # By content, selection ("": none) and shard: the chunks of which publishers have told
         # digests.
@@ -549,10 +550,13 @@ class Guarantees:
         """No reader reads that memory any more."""
         self._given_up[handle.last_held] = self._world.now
         self._fenced[handle.id] = handle.last_held
-        place = handle.last_held, handle.shard.number
-        others = (each for each in self._world.live_handles() if each is not handle)
-        if not any(place == (h.last_held, h.shard.number) and _holds(h) for h in others):
-            self._left_shards.add(place)
+        others = [each for each in self._world.live_handles() if each is not handle]
+        held = {(each.last_held, each.shard.number) for each in others if _holds(each)}
+        shards: Iterable[int] = (handle.shard.number,)
+        if handle.shard.world_size > 1 and is_as_published(handle):
+            # its replica serves no more, also where a dead rank was not known to be lost
+            shards = self.contents.truth.get(handle.last_held, shards)
+        self._left_shards.update({(handle.last_held, shard) for shard in shards} - held)
         self.retained.fenced(handle, generation)
 
     def told_to_write(self, handle: JudgedHandle | None, message: Start | Write) -> None:
