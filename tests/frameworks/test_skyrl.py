@@ -188,6 +188,11 @@ def test_an_entry_point_runs_an_experiment_that_sends_by_tensorhub(
         skyrl_experiment.main(*given)
     else:
         monkeypatch.setattr(sys, "argv", ["main_base", override, *given])
+        monkeypatch.delenv("TENSORHUB_ADDRESS", raising=False)
+        with pytest.raises(InvalidValue, match="set TENSORHUB_ADDRESS"):
+            main_base.main()
+        assert ran == []
+        monkeypatch.setenv("TENSORHUB_ADDRESS", "tcp://127.0.0.1:1")
         main_base.main()
     ((cfg, worker),) = ran
     inference = cfg.generator.inference_engine
