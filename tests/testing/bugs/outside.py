@@ -552,11 +552,7 @@ def spot_holder_counts() -> Iterator[None]:
         yield
 
 
-@bug(
-    "R5: for close(), a copy in the same process counts",
-    faults=(Fault.PREEMPT, Fault.CRASH, Fault.RESTART),
-    seeds_max=600,
-)
+@bug("R5: for close(), a copy in the same process counts", faults=(Fault.PREEMPT,))
 def own_copy_counts_for_close() -> Iterator[None]:
     alone = Retentions.alone
 
