@@ -45,6 +45,16 @@ def test_a_former_leader_writes_nothing() -> None:
     assert store == [retention(1)]
 
 
+def test_an_older_copy_leaves_no_store_of_a_former_term_open() -> None:
+    """Their epochs come again."""
+    store = DiskStore(Random(1), shared=True)
+    for _ in range(3):
+        store.write(store.begin()[0], retention(1))
+    store.go_back(0)
+    assert not store._open
+    assert store.begin() == (2, [])
+
+
 def test_a_store_that_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tables, "write", lambda tables, entry: None)
     store = DiskStore(Random(1), shared=False)

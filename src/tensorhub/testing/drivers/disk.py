@@ -70,6 +70,8 @@ class DiskStore(FencedStore):
 
     def go_back(self, entries: int) -> None:
         self.crash()
+        while self._open:  # of former terms, which are over: their epochs may come again
+            self._open.popitem()[1].close()
         super().go_back(entries)
         self._states += 1
         copy = SqliteStore(self._path, shared=self._shared)
