@@ -107,8 +107,6 @@ class SimulatedCluster(TimedCluster):
         if Random(f"digests off {seed}").random() < DIGESTS_OFF and is_plain:
             self.manifest = make_manifest(self.chunks)
             self.injector.plan.leave_out(CHANGES)
-        if archive is not None:
-            self.injector.plan.leave_out({Fault.OLDER_STATE})
         models = Random(f"two models {seed}")
         has_two = models.random() < MODELS_DRAWN and archive is None
         its = archive, models if has_two else None, self.part

@@ -69,8 +69,9 @@ class ArchiveJudge:
 
     def not_restored(self, error: TensorHubError, told: object, *, in_vain: bool) -> None:
         """The coordinator refuses what the archive restores; `in_vain`: it is a new cluster that
-        has versions of its own.
+        has versions of its own. One whose state is an older copy refuses so as to be loud.
         """
+        in_vain = in_vain or self._world.was_older
         demand(error.retryable or in_vain, "durable mark: {} is refused: {!r}", told, error)
 
     def state_lost(self) -> None:
