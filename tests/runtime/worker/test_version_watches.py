@@ -4,9 +4,6 @@ uses any more.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import anyio
 import pytest
 
 from tensorhub.errors import LeaseLost, OperationTimeout
@@ -17,7 +14,6 @@ from tensorhub.types import VersionInfo
 from tests.rig import cluster, tensors, until
 
 KEPT = 4
-WAIT_S = 30.0
 
 
 @pytest.fixture(autouse=True)
@@ -100,24 +96,6 @@ async def test_who_waits_in_vain_is_not_told_that_nothing_was_ever_published() -
     news = VersionWatches(MessageSink())
     with pytest.raises(OperationTimeout, match="or no worker holds what a rollback has made"):
         await news.wait_for("m", 0, 0)
-
-
-async def test_a_version_that_is_rolled_back_before_its_waiter_goes_on_is_not_told() -> None:
-    """Both announcements lay unread: the older one is what `latest` gives from then on (G3)."""
-    news, found = VersionWatches(MessageSink()), list[VersionInfo]()
-
-    async def wait() -> None:
-        found.append(await news.wait_for("m", 2, WAIT_S))
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(wait)
-        await anyio.wait_all_tasks_blocked()
-        news.announced(Announce("m", replace(version("m"), version=2)))
-        news.announced(Announce("m", version("m")))
-        await anyio.wait_all_tasks_blocked()
-        assert not found
-        news.announced(Announce("m", replace(version("m"), version=3)))
-    assert [each.version for each in found] == [3]
 
 
 def test_where_the_newest_goes_back_without_a_rollback_each_asker_is_told_once() -> None:
