@@ -5,7 +5,10 @@ end.
 from __future__ import annotations
 
 import contextlib
+import signal
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import anyio
@@ -15,7 +18,13 @@ import pytest
 
 from tensorhub.errors import StateError
 from tensorhub.runtime.ending import Parting
-from tensorhub.runtime.loop_thread import AsyncMode, LoopThread, running_backend
+from tensorhub.runtime.loop_thread import (
+    AsyncMode,
+    BlockingMode,
+    LoopThread,
+    finish_blocking,
+    running_backend,
+)
 from tests.rig import nothing_left, until
 
 
@@ -174,3 +183,23 @@ async def test_what_breaks_later_raises_from_exit_and_ends_calls() -> None:
                     broken.set()
                 with pytest.raises(StateError, match="tensorhub-test is closed"):
                     await thread.call(wait)
+
+
+def test_a_signal_that_reaches_another_thread_is_handled_while_this_one_waits() -> None:
+    """The system may hand it to any thread: Python's handler runs in the main one."""
+    waiter, main = BlockingMode().waiter(), threading.get_ident()
+
+    def signals_once_it_waits() -> None:
+        while sys._current_frames()[main].f_code is not threading.Condition.wait.__code__:
+            time.sleep(0.001)
+        time.sleep(0.05)  # or the handler would run before the wait, and prove nothing
+        signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: waiter.set())
+    other = threading.Thread(target=signals_once_it_waits)
+    try:
+        other.start()
+        finish_blocking(waiter.wait())
+        other.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -31,6 +31,7 @@ from tensorhub.runtime import ending
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.wakeup import Wakeup
 
+SIGNALS_S = 0.5  # a thread that waits looks so often for signals that did not wake it
 T = TypeVar("T")
 Upcall = Callable[[], Awaitable[None]]
 Farewell = Callable[[Parting], Awaitable[None]]
@@ -117,7 +118,10 @@ class _ThreadWaiter:
             raise StateError(
                 "the interpreter is being taken apart: nothing can be waited for any more"
             )
-        self._event.wait()
+        # Python runs its handlers in the main thread, which a signal to another thread, or just
+        # before this, does not wake.
+        while not self._event.wait(SIGNALS_S):
+            pass
         self._event.clear()
 
 
