@@ -385,7 +385,7 @@ def test_a_version_that_has_no_attempts_left_is_never_another_one(
         trainer.update(seventh)
 
 
-def _refuses(*_: object) -> None:
+def _refuses(*_: object, **__: object) -> None:
     raise StateError("it does not flip")
 
 
