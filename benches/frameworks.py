@@ -596,8 +596,7 @@ def sglang(mib: int, rounds: int) -> None:
     take = Receiver.take
 
     def no_op(self: Receiver, named_tensors: Any) -> None:
-        order = Order.of(named_tensors)
-        self.report = Report(order.version, order.purpose)
+        self.report = Report(Order.of(named_tensors).nonce)
 
     with (
         sync.serve() as coordinator,
