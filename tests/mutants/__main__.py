@@ -140,6 +140,7 @@ def main() -> int:
         options = ["-q", "-s", "-p", "no:cacheprovider", "--no-summary", f"--rootdir={ROOT}"]
         with tempfile.TemporaryDirectory() as place:
             os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = place
+            os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads do not survive a fork
             code = pytest.main([*options, *map(str, paths)], plugins=[search, plugin])
         if not plugin.verdicts:
             raise SystemExit(f"pytest came to no search, and ended with {code}")
