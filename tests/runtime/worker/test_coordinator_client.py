@@ -6,30 +6,18 @@ from itertools import count
 
 import anyio
 
-from tensorhub.messages import Done, FromWorker, Rollback
+from tensorhub.messages import Done, Rollback
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
+from tests.runtime.worker.test_version_watches import MessageSink
 
 WAIT_S = 30.0
-
-
-class Link:
-    """A connection that is up again at once. `said`: over all of them."""
-
-    online = True
-    fault = None
-
-    def __init__(self) -> None:
-        self.said: list[FromWorker] = []
-
-    def say(self, message: FromWorker) -> None:
-        self.said.append(message)
 
 
 async def test_a_rollback_that_is_asked_for_again_is_the_same_one() -> None:
     """R1: the coordinator may have done it before the connection was lost, and a trainer may have
     published since; a second one would end that.
     """
-    link = Link()
+    link = MessageSink()
     client = CoordinatorClient(link, count(1))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(client.rollback, "m", 3, WAIT_S)
