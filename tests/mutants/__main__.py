@@ -7,6 +7,7 @@ nearest to the module, then the simulator on some seeds, then all others.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -57,7 +58,6 @@ class Plugin:
         self, search: Search, mutants: Sequence[Mutant], near: set[Path], seeds: int
     ) -> None:
         self._search, self._mutants, self._near, self._seeds = search, mutants, near, seeds
-        self.verdicts = list[Verdict]()
 
     def pytest_collection(self) -> None:
         """Properties try the same examples each time, and leave nothing in the working tree."""
@@ -76,7 +76,7 @@ class Plugin:
             Stage("seeds", range(self._seeds)),
             Stage("wider", [each for each in items if each.path not in self._near]),
         ]
-        self.verdicts = self._search.run(self._mutants, stages)
+        self._search.run(self._mutants, stages)
         return True
 
 
@@ -100,7 +100,7 @@ def report(verdicts: Sequence[Verdict]) -> int:
         else:
             order, what = 3, f"SURVIVED {verdict.run} of {verdict.reached} cases that reach it"
             totals["survived"] += 1
-        place = f"{mutant.path}:{mutant.line} {mutant.function}"
+        place = f"{mutant.place} {mutant.function}"
         rows.append((order, f"{place}\n    {mutant.operator}: {mutant.diff()}\n    {what}"))
     print(*(text for _, text in sorted(rows)), sep="\n")
     said = ", ".join(f"{count} {what}" for what, count in sorted(totals.items()))
@@ -112,6 +112,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--sample", type=int, default=300, help="how many mutants")
     parser.add_argument("--seed", type=int, default=1, help="which of them")
+    parser.add_argument("--at", nargs="+", help="only those at these places: PATH:LINE, or PATH")
     parser.add_argument("--packages", help=f"in these (default: {' '.join(PACKAGES)})")
     parser.add_argument("--seeds", type=int, default=20, help="seeds of the simulator")
     parser.add_argument("--seeds-only", action="store_true", help="only the simulator is to notice")
@@ -124,6 +125,8 @@ def main() -> int:
     if arguments.packages:
         packages = arguments.packages.split()
     mutants = draw(PACKAGE, packages, arguments.seed, arguments.sample)
+    if arguments.at:
+        mutants = [each for each in mutants if {each.path, each.place} & set(arguments.at)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the children end first
     started, aside = time.monotonic(), os.fdopen(os.dup(2), "w")
 
@@ -132,7 +135,8 @@ def main() -> int:
 
     search = Search(PACKAGE, arguments.jobs, arguments.seconds, tell)
     if arguments.seeds_only:
-        verdicts = search.run(mutants, [Stage("seeds", range(arguments.seeds))])
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):  # pytest does the same
+            search.run(mutants, [Stage("seeds", range(arguments.seeds))])
     else:
         near = nearest(mutants)
         paths = sorted(near) if arguments.nearest_only else _tests()
@@ -142,11 +146,13 @@ def main() -> int:
             os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = place
             os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads do not survive a fork
             code = pytest.main([*options, *map(str, paths)], plugins=[search, plugin])
-        if not plugin.verdicts:
+        if not search.verdicts:
             raise SystemExit(f"pytest came to no search, and ended with {code}")
-        verdicts = plugin.verdicts
     sys.stdout.flush()
-    return int(report(verdicts) > arguments.survivors_max)
+    survivors = report(search.verdicts)
+    if not search.is_complete:
+        print("the search was ended before its end: some survivors have not met all of their tests")
+    return int(survivors > arguments.survivors_max or not search.is_complete)
 
 
 if __name__ == "__main__":

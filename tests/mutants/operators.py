@@ -71,6 +71,10 @@ class Mutant:
     def key(self) -> tuple[str, str, str, str]:
         return self.path, self.function, self.before, self.after
 
+    @property
+    def place(self) -> str:
+        return f"{self.path}:{self.line}"
+
     def diff(self, width: int = 70) -> str:
         """Before and after, from a little before where they differ."""
         pairs = zip(self.before, self.after, strict=False)

@@ -235,23 +235,26 @@ class Search:
     seconds: float  # of cases that have taken so long, for a mutant in a stage
     tell: Callable[[str], None]
     failed: str | None = field(default=None, init=False)
+    verdicts: list[Verdict] = field(default_factory=list[Verdict], init=False)
+    is_complete: bool = field(default=False, init=False)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.failed = report.nodeid
 
-    def run(self, mutants: Sequence[Mutant], stages: Sequence[Stage]) -> list[Verdict]:
+    def run(self, mutants: Sequence[Mutant], stages: Sequence[Stage]) -> None:
+        """Try all; `verdicts` says what is known so far, also when an exception ends this."""
         for path in {mutant.path for mutant in mutants}:
             name = ".".join(("tensorhub", *Path(path).with_suffix("").parts))
             with contextlib.suppress(ImportError):
                 importlib.import_module(name.removesuffix(".__init__"))
         functions = Functions(self.package)
-        verdicts = [Verdict(mutant) for mutant in mutants]
+        self.verdicts = [Verdict(mutant) for mutant in mutants]
         for stage in stages:
-            alive = [verdict for verdict in verdicts if verdict.killer is None]
+            alive = [verdict for verdict in self.verdicts if verdict.killer is None]
             if alive and stage.cases:
                 self._stage(stage, alive, functions)
-        return verdicts
+        self.is_complete = True
 
     def _stage(self, stage: Stage, alive: list[Verdict], functions: Functions) -> None:
         self.tell(f"{stage.name}: {len(stage.cases)} cases, which of {len(alive)} lines they reach")
@@ -275,7 +278,7 @@ class Search:
             if by is not None:
                 of[index].killer, of[index].by = stage.name, by
             m = of[index].mutant
-            self.tell(f"{stage.name} {done}/{len(tasks)} {m.path}:{m.line} {by or 'SURVIVED'}")
+            self.tell(f"{stage.name} {done}/{len(tasks)} {m.place} {by or 'SURVIVED'}")
 
     def _reached(
         self, stage: Stage, alive: list[Verdict], functions: Functions
