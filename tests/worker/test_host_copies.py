@@ -110,6 +110,7 @@ class World:
     finished: dict[int, FinishRequest] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     told: list[str] = field(default_factory=list)
+    warned: dict[str, bool] = field(default_factory=dict)  # by event: whether it is a warning
     begun: list[tuple[str, Call]] = field(default_factory=list)
     staged: dict[str, int] = field(default_factory=dict)
 
@@ -192,6 +193,7 @@ class World:
                 self.refused[action.message.copy] = action.message.reason
             case LogEvent():
                 self.told.append(action.event)
+                self.warned[action.event] = action.is_warning
         return []
 
     def _begin(self, action: BeginCall) -> list[CopyAction]:
@@ -663,6 +665,26 @@ def test_a_copy_that_ends_by_itself_while_it_is_closed_or_released_is_no_failure
     assert world.copy().runs is ReleaseCall
     world.do(world._end("a"))
     assert (world.members, world.told) == ({}, [])
+
+
+@pytest.mark.parametrize("error", [RetentionError("it must stay"), StateError("it is read")])
+def test_a_copy_that_cannot_go_yet_stays_and_says_why(error: TensorHubError) -> None:
+    """One that is ordered out, and one that was prefetched for an update that is done. That it must
+    stay is no failure.
+    """
+    world = World()
+    world.filled()
+    prefetched = world.copy()
+    world.order("c")
+    world.settle()
+    world.drop("c")
+    world.end_call(world.members["c"], error)
+    world.do(world.copies.end_prefetch("a", world.now, frees=True))
+    world.end_call(prefetched, error)
+    assert set(world.members) == {"a", "c", prefetched.shard.registration}
+    assert world.taken() == world.copies.budget.reserved_bytes == 2 * ONE
+    warns = not isinstance(error, RetentionError)
+    assert world.warned == {"copy_not_ended": warns, "copy_not_released": warns}
 
 
 def test_a_copy_that_is_being_filled_does_not_end_with_the_memory_that_it_gives_back() -> None:

@@ -32,6 +32,7 @@ CUT_OFF_LEASES = (1.3, 2.0)  # a holder that asks to leave
 # At most so far a clock jumps, and once in so many leases: with the clocks that drift less than the
 # margin of a lease.
 JUMP_LEASES, JUMP_EVERY_LEASES = 0.2, 4.0
+STAGED_CANCELS = 0.3  # of the votes for what is staged, where users cancel calls
 AMBUSHES = 0.4  # of all partitions, drops and crashes of the coordinator
 FORGETS = (1, 1, 2, 5, 20)  # entries that an older copy of the state lacks
 ABSENT_S = 3.0  # at least: time for others to go on
@@ -278,11 +279,8 @@ class Injector:
             return
         # then its user changes his mind later
         is_stopped = worker.stopped_until > self._timeline.now
-        if (
-            self._changes_of_mind
-            and not is_stopped
-            and self._changes_of_mind[0] <= (voters[0].member.staged is not None)
-        ):
+        is_staged = voters[0].member.staged is not None
+        if not is_stopped and self._changes_mind(is_staged=is_staged):
             self._changes_of_mind.clear()
             voters[0].cancel()
             self.happens(Fault.CANCEL)
@@ -294,6 +292,13 @@ class Injector:
             least = worker.when(max(ends)) + SHORT_S[0] if waits else 0.0
             if self._strike_worker(kind, worker, self._leader, least):
                 self.happens(kind)
+
+    def _changes_mind(self, *, is_staged: bool) -> bool:
+        """Whether a user does, once its rank has voted. Votes for what is staged are rare."""
+        if self._changes_of_mind and self._changes_of_mind[0] <= is_staged:
+            return True
+        takes_back = is_staged and Fault.CANCEL in self.plan.weights and not self.is_over
+        return takes_back and self._random.random() < STAGED_CANCELS
 
     def rolls_back(self) -> None:
         """The coordinator is about to hear of a rollback: a holder of the versions that it retires

@@ -28,7 +28,7 @@ from tensorhub.scheduler.pull import Pull
 from tensorhub.scheduler.requests import Requests, patience_s
 from tensorhub.testing.sim.digests import SimDigests
 from tensorhub.testing.sim.filler import SimFiller
-from tensorhub.testing.sim.layouts import covered, is_of_other_layout, part_of
+from tensorhub.testing.sim.layouts import covered, part_of
 from tensorhub.testing.sim.memory import digest_of, sent_digest
 from tensorhub.testing.sim.ports import HandlePort, WorldPort
 from tensorhub.types import ContentId, LeaseId
@@ -258,8 +258,6 @@ class SimLane:
             if self.part is not None:
                 selected, theirs = self.part.selection.chunks, self.source.layout_of_cells
                 chunks = tuple(own for chunk in chunks for own in covered(theirs, selected[chunk]))
-                if is_of_other_layout(theirs):
-                    self.source.cluster.took("bridged from another layout")
             self.source.cluster.guarantees.served(
                 self.source, grant, chunks, self.reading.start.version
             )
