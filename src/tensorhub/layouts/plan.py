@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import pairwise
 from operator import itemgetter, sub
 from typing import NamedTuple, TypeAlias
 
@@ -214,14 +214,7 @@ class _Lines:
 
     def __init__(self, pieces: list[int], places: list[tuple[int, ...]]) -> None:
         self._pieces, self._places = pieces, places
-        columns = (
-            [[place[n] for place in places] for n in range(len(places[0]))]
-            if len(places) > 1
-            else []
-        )
-        self._steps = list(
-            zip(*[map(sub, islice(each, 1, None), each) for each in columns], strict=True)
-        )
+        self._steps = [tuple(map(sub, after, before)) for before, after in pairwise(places)]
         self.cuts = list(stretches(self._steps, len(pieces)))
 
     def stretches(self) -> Iterator[_Stretch]:
