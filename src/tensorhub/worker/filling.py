@@ -30,7 +30,7 @@ from tensorhub.errors import (
 )
 from tensorhub.machine import InvariantBroken
 from tensorhub.model.manifest import Manifest
-from tensorhub.types import HandleState, Medium, OpKind, VersionInfo
+from tensorhub.types import HandleState, OpKind, VersionInfo
 from tensorhub.worker import calls
 from tensorhub.worker.active_call import GroupCall, set_memory
 from tensorhub.worker.binding import Binding
@@ -469,10 +469,8 @@ class Filling(GroupCall[calls.FillCall]):
     # the pull
 
     def _start_pull(self) -> None:
-        shard = self._context.shard
-        if shard.serves and shard.medium is Medium.DEVICE:
-            # its chunks of this content are copied; both would read the rest
-            self._context.act(calls.EndPrefetch())
+        # its chunks of this content are copied; both would read the rest
+        self._context.act(calls.EndPrefetch())
         self.enter(Phase.PULLING)
         grants = self._leases.begin_reading()
         what = (
@@ -627,10 +625,10 @@ class Filling(GroupCall[calls.FillCall]):
         if self._has_staging:
             self._has_staging = False
             self._context.act(calls.FreeStaging())
-        shard, content = self._context.shard, self._memory.content
+        content = self._memory.content
         manifest = self.manifest or (content.manifest if content is not None else None)
         self.by_source = self.by_source or (manifest is not None and manifest.digest == "none")
-        if changed and shard.serves and shard.medium is Medium.DEVICE:
+        if changed:
             self._context.act(calls.EndPrefetch(frees=True))
         super().finish(version=version, changed=changed, error=error)
 
