@@ -141,7 +141,6 @@ class Budget:
             oldest = next(iter(self._lent))
             del self._lent[oldest]
             self.on_recall(oldest)
-        self.check_invariants()
 
     def lend(self, registration: str, nbytes: int) -> bool:
         """Let deltas of that registration take so many bytes, until a copy needs them (`on_recall`)
