@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from tensorhub.errors import ProtocolError, RegistrationError
+from tensorhub.model.digests import WIDTHS, head_of, width_in
 from tensorhub.model.dtypes import ZERO_POINT_MAX, ZERO_POINT_MIN, itemsize
 from tensorhub.model.manifest import (
     CHUNKS_MAX,
@@ -206,6 +207,32 @@ def test_parts_of_the_encoding_are_refused_by_name() -> None:
 
 # --------------------------------------------------------------------------------------------------
 # building
+
+
+def test_algorithm_and_chunk_size_are_read_from_the_beginning_alone() -> None:
+    for digest, width in WIDTHS.items():
+        made = replace(manifest(spec("a", "uint8", 2)), digest=digest)  # type: ignore[arg-type]
+        for blob in (made.encode(), made.encode()[:64]):
+            assert head_of(blob) == (digest, 4096)
+            assert width_in(blob) == width
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        b"",
+        b"nonsense",
+        msgpack.packb({"format": 1}),
+        msgpack.packb([1]),
+        msgpack.packb([1, "md5", 4096]),
+        msgpack.packb([1, ["xxh3-64"], 4096]),
+        msgpack.packb([1, "xxh3-64", True]),
+        msgpack.packb([1, "xxh3-64", "4096"]),
+    ],
+)
+def test_what_is_no_manifest_has_no_digests(blob: bytes) -> None:
+    assert head_of(blob) == ("none", 0)
+    assert width_in(blob) == 0
 
 
 def test_tied_tensors_share_a_region_and_regions_keep_their_order() -> None:

@@ -4,8 +4,10 @@ store.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from tensorhub.coordinator import Connected, Disconnected
-from tensorhub.machine import Timers
+from tensorhub.machine import SWEPT_AT_ONCE, Timers
 from tensorhub.messages import Heartbeat, Join, Prepared, Publish, Welcome
 from tensorhub.testing import StepwiseCluster
 from tensorhub.types import Location, release
@@ -75,6 +77,23 @@ def test_timers_that_are_set_again_and_again_are_swept() -> None:
     assert timers.next() == 1e6 + 9_999
     assert timers.pop_due(2e6) == ("operation", "k")
     assert timers.next() is None
+
+
+def test_a_sweep_looks_at_a_few_deadlines_in_each_call_and_loses_none() -> None:
+    timers = Timers()
+    for number in range(1000):
+        timers.set("few" if number % 10 == 0 else "most", str(number), float(number))
+    for number in range(1000):
+        timers.cancel("most", str(number))
+    timers.set("last", "k", 1e6)
+    left = [len(timers._swept)]
+    assert left[0] > 900
+    while left[-1]:
+        timers.set("last", "k", 1e6 + len(left))
+        left.append(len(timers._swept))
+    assert max(before - after for before, after in pairwise(left)) <= SWEPT_AT_ONCE
+    due = [timers.pop_due(1e9) for _ in range(len(timers))]
+    assert due == [*(("few", str(number)) for number in range(0, 1000, 10)), ("last", "k")]
 
 
 def test_a_deadline_that_is_hastened_is_never_put_off() -> None:

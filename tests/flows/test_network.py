@@ -166,3 +166,16 @@ def test_who_follows_flows_over_other_links_hears_of_each_change() -> None:
     assert rate() == 6.0
     network.follow(9, None)
     assert rate() == 100.0
+
+
+def test_flows_that_are_gone_leave_nothing_behind() -> None:
+    network: Network[int] = Network([6.0])
+    for flow in range(0, 100, 2):
+        for each in (flow, flow + 1):
+            network.add(each, (0,))
+        network.follow(flow, (flow + 1,))
+        network.settle()
+        for each in (flow, flow + 1):
+            network.remove(each)
+    assert network.settle() == {}
+    assert [*network._paths, *network._follows, *network._followers, *network.rates] == []

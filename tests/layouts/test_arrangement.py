@@ -69,6 +69,14 @@ def test_strides_are_said_where_memory_is_not_contiguous() -> None:
     assert [piece.strides for piece in with_strides(8, 1).pieces()] == [(8, 1)]
 
 
+def test_the_bytes_of_all_pieces_are_counted_tied_ones_each_time() -> None:
+    made = arrange(
+        pieces_of([local("a", 4, 6), local("b", 4, 6), local("c", 5, region=1, dtype="bfloat16")])
+    )
+    assert [piece.nbytes for piece in made.pieces()] == [24, 24, 10]
+    assert made.nbytes == 58
+
+
 # --------------------------------------------------------------------------------------------------
 # hostile bytes
 
@@ -142,6 +150,7 @@ CATALOGUE, ARRANGEMENT, COORDINATES = 0, 1, 2
         (said(CATALOGUE, _1="wq", _3=[1, 0, 1]), "a name is a string"),
         (said(CATALOGUE, _2="uint8 float3"), "unknown to this version"),
         (said(CATALOGUE, _3=[1, 1]), "columns disagree"),
+        (said(CATALOGUE, _5=[0, 0]), "columns of kinds disagree"),
         (said(CATALOGUE, _4=[0, 1, 3]), "kind is not there"),
         (said(CATALOGUE, _4=[0, 1, 1]), "no tensor is of it"),
         (said(CATALOGUE, _5=[0, 0, 2]), "dtype is not listed"),
@@ -169,7 +178,7 @@ CATALOGUE, ARRANGEMENT, COORDINATES = 0, 1, 2
 )
 def test_what_cannot_be_is_refused_by_name(case: tuple[bytes, Decode], fault: str) -> None:
     blob, decode = case
-    with pytest.raises(ProtocolError, match=fault):
+    with pytest.raises(ProtocolError, match=f"^bad (catalogue|arrangement|coordinates): .*{fault}"):
         decode(blob)
 
 
@@ -245,6 +254,15 @@ def test_rank_local_tensors_of_different_shapes_are_different_tensors() -> None:
     assert numbers_in(other, merged({0: one, 1: other})) == [1]
     assert numbers_in(other, one) == [-1]
     assert numbers_in(one, one) is None
+
+
+def test_a_tensor_is_found_in_another_catalogue_by_its_name_and_kind() -> None:
+    one, other = (
+        catalogue_of([(name, Kind("uint8", (size,))) for name, size in sizes.items()])
+        for sizes in ({"a": 3, "b": 3, "c": 4}, {"b": 3, "c": 5, "d": 3})
+    )
+    assert numbers_in(one, other) == [-1, 0, -1]
+    assert numbers_in(one, catalogue_of([])) == [-1, -1, -1]
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,16 @@ def test_tensors_that_share_memory_are_filled_in_the_same_places_or_one_of_them(
     assert text in faults([(at[0::2], k)], [(at[0:2], k)])
 
 
+def test_a_publishers_tensors_that_share_memory_may_hold_different_parts_of_it() -> None:
+    """It fills nothing."""
+    tensors = [local("one", 4, 4), local("other", 4, 4)]
+    found = pieces_of(tensors, sources={"other": [(at[2:4], source("k", shape=(2, 4)))]})
+    assert [(piece.name, piece.offset, piece.nbytes) for piece in found] == [
+        ("one", 0, 32),
+        ("k", 16, 16),
+    ]
+
+
 def test_a_publisher_says_how_large_the_whole_is() -> None:
     tensor = local("mine", 4, 4)
     with pytest.raises(RegistrationError, match=r"source\('q', shape=...\)"):

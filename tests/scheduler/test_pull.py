@@ -95,6 +95,27 @@ def test_a_source_that_has_not_been_asked_yet_keeps_no_other_one_waiting() -> No
     assert pull.next_batch(A, 10) == (0,)
 
 
+def test_a_source_is_waited_for_with_what_no_other_one_has() -> None:
+    pull = pull_from(A, B)
+    assert pull.next_batch(A, 1000) == (0, 1, 2, 3, 4, 5)
+    pull.lacks(A, range(6), ())
+    assert pull.next_batch(B, 1000) == (0, 1, 2, 3, 4, 5)
+    pull.lacks(B, range(6), [(1, 2), (4, 1)])
+    assert pull.next_batch(A, 1000) == (0, 3, 5)
+    assert pull.next_batch(B, 1000) == (1, 2, 4)
+
+
+def test_what_a_source_brings_is_waited_for_there_although_it_lacks_it_now() -> None:
+    pull = pull_from(A)
+    pull.add_source(B, complete=True, brings=[0, 1, 2])
+    assert pull.next_batch(B, 1000) == (0, 1, 2)
+    assert pull.next_batch(A, 1000) == (3, 4, 5)
+    pull.lacks(B, (0,), [(1, 2)])
+    pull.lacks(A, (3, 4, 5), ())
+    assert pull.next_batch(A, 1000) == (3, 4, 5)
+    assert pull.next_batch(B, 1000) == (0,)
+
+
 def test_illegal_steps_tell_the_story() -> None:
     pull = pull_from(A)
     with pytest.raises(IllegalStep, match=r"(?s)chunk 3 is not in flight at a.*source a complete"):

@@ -410,6 +410,8 @@ def test_an_update_that_reads_ends_the_prefetch_unless_it_is_voted_for_and_no_re
         error = world.error(request)
         assert (error is None) is has_voted
     assert "an update has taken what was prefetched so far" in str(error)
+    assert isinstance(error, StateError)
+    assert error.retryable
     world.do(world.copies.end_prefetch("a", world.now, frees=True))
     world.do(world.copies.end_prefetch("a", world.now))
     assert copy.running is not None
@@ -419,10 +421,13 @@ def test_an_update_that_reads_ends_the_prefetch_unless_it_is_voted_for_and_no_re
 def test_what_is_being_filled_anew_is_not_released_for_the_version_before() -> None:
     world = World()
     handle, copy = world.filled()
-    world.prefetch(handle)
+    request = world.prefetch(handle)
     world.do(world.copies.end_prefetch("a", world.now, frees=True))  # it ends this one
     assert copy.running is not None
     world.end_call(copy)
+    error = world.error(request)
+    assert isinstance(error, StateError)
+    assert error.retryable
     assert world.settled(world.prefetch(handle)) is None
     assert copy.content is not None
 

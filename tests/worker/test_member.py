@@ -19,14 +19,19 @@ from tensorhub.errors import (
 )
 from tensorhub.messages import (
     AddSource,
+    DigestedAgain,
     ErrorInfo,
+    Fill,
     FromWorker,
     ManifestReply,
+    Outcome,
     Progress,
     ReadFailed,
     Refused,
     Register,
     RegisterAgain,
+    Registered as RegisteredReply,
+    Resolve,
     Revoked,
     Start,
     Write,
@@ -229,6 +234,103 @@ def test_a_manifest_that_is_none_ends_the_call() -> None:
     reader.apply(reader.member.receive(reply, cluster.now))
     cluster.run()
     assert isinstance(asked.error, ProtocolError)
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_check_of_what_was_given_up_since_says_nothing_of_what_is_there_now(empty: bool) -> None:
+    cluster, trainer, (reader,) = published("reader")
+    handle = reader if empty else trainer
+    held, changed = handle.member.content, IntegrityError("its bytes have changed")
+    generation = held.generation + 1 if held is not None else 1
+
+    def said(inquiry: str) -> list[FromWorker]:
+        now = cluster.now
+        return said_in(handle.member.digested_again(inquiry, generation, True, changed, now))
+
+    assert said("") == []
+    registration = handle.shard.registration
+    assert said("inquiry") == [
+        DigestedAgain("inquiry", registration, None, b"", generation=generation)
+    ]
+    assert handle.member.content is held
+
+
+def said_in(actions: list[Action]) -> list[FromWorker]:
+    return [each.message for each in actions if isinstance(each, Say)]
+
+
+def hears_that_it_is_unknown(cluster: StepwiseCluster, reader: SimHandle) -> None:
+    """Of its running call, from a new coordinator."""
+    running = reader.member.running
+    assert running is not None
+    assert running.key is not None
+    unknown = Outcome(running.key, 0, False, False, None, _error(), unknown=True)
+    reader.apply(reader.member.receive(unknown, cluster.now))
+
+
+def test_a_call_that_a_new_coordinator_does_not_know_is_said_over_each_connection_until_it_does() -> (
+    None
+):
+    cluster, _, (reader,) = published("reader")
+    asked = reader.replicate()
+    cluster.run("read")
+    hears_that_it_is_unknown(cluster, reader)
+    member = reader.member
+    assert member.running is not None
+    key = member.running.key
+    for _ in range(2):
+        member.disconnected(cluster.now)
+        *_, register = said_in(member.connected(cluster.now))
+        assert isinstance(register, Register)
+        answer = RegisteredReply(register.request, register.registration, 1, 0, True)
+        *_, fill, resolve = said_in(member.receive(answer, cluster.now))
+        assert isinstance(fill, Fill)
+        assert fill.resume is not None
+        assert (fill.key, resolve) == (key, Resolve(fill.key, 0))
+    assert not asked.has_ended()
+
+
+def test_what_a_rank_holds_may_have_been_its_vote_as_long_as_nothing_is_bound() -> None:
+    """Its call was bound before, by a coordinator that has restarted."""
+    cluster, trainer, (reader,) = published("reader")
+    reader.replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    reader.worker.manifests.clear()
+    asked = reader.update(timeout_s=3)
+    cluster.run(
+        until=lambda: (
+            reader.member.running is not None and reader.member.running.phase is Phase.MANIFEST
+        )
+    )
+    hears_that_it_is_unknown(cluster, reader)
+    assert reader.member.running is not None
+    assert reader.member.running.phase is Phase.ASKED
+    reader.worker.disconnect()
+    reader.cancel("enough")
+    cluster.advance(DEADLINE_SLACK_S)
+    assert isinstance(asked.error, StateError)
+    assert asked.error.memory == "in_doubt"
+
+
+def test_an_update_ends_the_prefetch_of_what_it_reads_and_has_its_memory_freed() -> None:
+    cluster = StepwiseCluster()
+    cluster.host_bytes = 2**40
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    prefetched = reader.prefetch()
+    cluster.run("read")
+    asked = reader.update()
+    cluster.run()
+    assert asked.number == 1
+    assert isinstance(prefetched.error, StateError)
+    assert "an update has taken what was prefetched so far" in str(prefetched.error)
+    assert reader.worker.copies.machine.budget.reserved_bytes == 0
 
 
 def test_progress_is_for_show_and_late_or_wild_figures_do_no_harm() -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tensorhub.machine import IllegalStep, InvariantBroken
+from tensorhub.messages import Origin
 from tensorhub.model.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.owner import Owner
@@ -74,6 +75,31 @@ def test_digests_of_a_broken_fill_are_kept_for_the_same_content() -> None:
     owner.close(R)
     owner.open(R, 5, C, SIZES, complete=False)
     assert owner.kept(R, 5) == []  # other bytes were here
+
+
+def test_where_a_chunk_was_read_is_known_as_long_as_the_content_is_the_same() -> None:
+    owner, origin = opened(complete=False), Origin("source", 7)
+    assert owner.origin(R, 1, 1) is None
+    owner.mark_available(R, 1, [(1, 11)], origin)
+    owner.mark_available(R, 1, [(3, 13)])
+    assert [owner.origin(R, 1, chunk) for chunk in range(4)] == [None, origin, None, None]
+    assert owner.origins(begun(owner, (3, 1))) == [None, origin]
+    assert owner.origin(R, 2, 1) is None
+    assert owner.origin(RegistrationId("other"), 1, 1) is None
+
+
+def test_what_an_update_can_begin_with_is_all_of_another_content_under_its_generation() -> None:
+    owner, new, digests = opened(complete=False), ContentId("new"), [10, 11, 12, 13]
+    owner.mark_available(R, 1, enumerate(digests[:3]))
+    assert owner.held(R, new, "") is None
+    owner.mark_available(R, 1, [(3, 13)])
+    assert owner.held(R, new, "") == (1, C, digests, bytearray(b"\1" * 4))
+    assert owner.held(R, C, "") is None
+    assert owner.held(R, new, "another grid") is None
+    assert owner.held(RegistrationId("other"), new, "") is None
+    owner.close(R)
+    assert owner.held(R, new, "") is None
+    assert owner.former(R, new, "") == (C, digests, bytearray(b"\1" * 4))
 
 
 def test_chunks_of_another_grid_are_not_kept() -> None:

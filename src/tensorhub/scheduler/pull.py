@@ -78,7 +78,6 @@ SOURCE_TABLE: Final[Mapping[SourceState, frozenset[SourceState]]] = {
 @dataclass(slots=True)
 class _Source:
     state: SourceState = SourceState.LIVE
-    # the chunks it had when it lacked something; None: all, or it is unknown
     in_flight: set[int] = field(default_factory=set)
     # what it had when it lacked something; None: everything, or nobody knows
     has: Runs | None = None
