@@ -320,6 +320,27 @@ def test_a_closed_channel_leaves_no_reference_cycle() -> None:
     assert opener() is None
 
 
+def test_a_line_goes_on_opening_while_chunks_are_left_for_it() -> None:
+    lines, channel, _ = channel_of(2)
+    channel.submit(range(8))
+    opening, goes_on, cutters = threading.Event(), threading.Event(), list[Cutter]()
+
+    def wait(its: Cutter) -> None:
+        cutters.append(its)
+        opening.set()
+        assert goes_on.wait(WAIT_S)
+
+    with first_line_held(lines, channel) as held:
+        lines.before = wait
+        second = held.call()
+        assert opening.wait(WAIT_S)
+        assert named(held.let_go()) == [0]
+        was_cut = cutters[0].is_cut
+        goes_on.set()
+        assert not was_cut
+        assert named(second.result(WAIT_S))
+
+
 def test_a_line_that_opens_too_late_is_not_waited_for() -> None:
     """The end of a fetch would wait for its connection."""
     lines, channel, _ = channel_of(2)

@@ -87,8 +87,10 @@ class GenerationWords:
 
     def get(self, registration: RegistrationId) -> int:
         """Under which generation it is open; 0: it is not."""
-        page, word = divmod(self._places.get(registration, -1), _PAGE_WORDS)
-        return self._pages[page][word] if page >= 0 else 0
+        if registration not in self._places:
+            return 0
+        page, word = divmod(self._places[registration], _PAGE_WORDS)
+        return self._pages[page][word]
 
     def address(self, registration: RegistrationId) -> int:
         """Where its word is. KeyError if it was never set."""

@@ -5,6 +5,7 @@ tests/rdma.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import weakref
 from types import SimpleNamespace
@@ -54,7 +55,14 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
         return register
 
+    context = SimpleNamespace(
+        query_device=lambda: SimpleNamespace(max_qp_init_rd_atom=1, max_qp_rd_atom=1, max_qp_wr=1),
+        close=lambda: found.append({"kind": "close device"}),
+    )
+    domain = SimpleNamespace(close=lambda: found.append({"kind": "close domain"}))
     stand_in = SimpleNamespace(
+        device=SimpleNamespace(Context=lambda name: context),
+        pd=SimpleNamespace(PD=lambda context: domain),
         mr=SimpleNamespace(MR=registers("address"), DmaBufMR=registers("dma-buf")),
         enums=SimpleNamespace(IBV_ACCESS_LOCAL_WRITE=1, IBV_ACCESS_REMOTE_READ=4),
         errors=SimpleNamespace(PyverbsError=VerbsFault),
@@ -108,3 +116,32 @@ def test_gpu_memory_that_cannot_be_reached_is_tried_once(made: list[dict[str, An
     assert made[1:] == []
     del memory
     assert gone() is None  # no error keeps it
+
+
+def kinds(made: list[dict[str, Any]]) -> list[str]:
+    """What happened since the last time."""
+    found = [each["kind"] for each in made[1:]]
+    del made[1:]
+    return found
+
+
+def test_memory_is_deregistered_once_when_it_is_released(made: list[dict[str, Any]]) -> None:
+    device, memory, other = verbs.Device("mlx5_0"), Memory(Double()), Memory(Double())
+    for each in (memory, memory, other):
+        device.keys(each, 8192, 1)
+    assert kinds(made) == ["address", "address"]
+    device.release(memory)
+    device.release(memory)
+    assert kinds(made) == ["close"]
+    device.keys(memory, 8192, 1)
+    assert kinds(made) == ["address"]
+
+
+def test_a_device_ends_after_all_that_is_registered_there(made: list[dict[str, Any]]) -> None:
+    device, memory = verbs.Device("mlx5_0"), Memory(Double())
+    device.keys(memory, 8192, 1)
+    page = mmap.PAGESIZE
+    assert [device.page_key(at) for at in (page, page + 8, 2 * page)] == [2, 2, 2]
+    assert kinds(made) == ["address"] * 3
+    device.close()
+    assert kinds(made) == ["close"] * 3 + ["close domain", "close device"]

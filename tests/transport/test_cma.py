@@ -68,6 +68,16 @@ def test_what_cannot_be_read_is_an_error_and_what_lies_before_it_is_copied() -> 
     assert target == b"x" * mmap.PAGESIZE + bytes(mmap.PAGESIZE)
 
 
+@needs_cma
+def test_a_copy_that_brings_nothing_is_no_fault_of_an_earlier_call() -> None:
+    ctypes.set_errno(errno.EPERM)
+    target = bytearray(1)
+    at = address_of(memoryview(target))
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - the errno says it
+        cma.copy(HERE, [Piece(at, at, 0)])
+    assert caught.value.errno == errno.EFAULT
+
+
 def _libc_mprotect(address: int) -> None:
     assert (
         ctypes.CDLL(None).mprotect(
@@ -139,6 +149,17 @@ def test_every_registration_has_a_word_of_its_own() -> None:
     assert not any(
         look.is_unchanged(words.address(RegistrationId(str(n))), n + 1) for n in range(many)
     )
+
+
+def test_a_registration_is_closed_until_its_word_is_set_and_once_it_is_forgotten() -> None:
+    words, registration = GenerationWords(), RegistrationId("r")
+    assert words.get(registration) == 0
+    words.set(registration, 5)
+    assert words.get(registration) == 5
+    words.set(registration, 0)
+    assert words.get(registration) == 0
+    words.forget(registration)
+    assert words.get(registration) == 0
 
 
 @needs_cma
