@@ -12,6 +12,7 @@ import pytest
 from tensorhub.model.manifest import Digest
 from tensorhub.runtime.data.source_lane import SourceFailed
 from tensorhub.types import Incarnation, RegistrationId
+from tests.runtime.data.test_selections import setting
 from tests.runtime.data_rig import (
     CHUNKS,
     KINDS,
@@ -258,3 +259,22 @@ async def test_cancelling_ends_all_lanes(when: str, transport: str) -> None:
         a.make_available(*range(CHUNKS))
         await until(lambda: "0 lanes" in repr(a.owner))
         assert [bytes(array) for array in b.arrays] == before
+
+
+async def test_a_report_says_how_many_parts_of_tensors_each_source_of_another_layout_gave() -> None:
+    its = setting()
+    counts = [(chunk + 1, 100 * chunk) for chunk in range(its.reader.manifest.chunk_count)]
+    for node in (its.a, its.b):
+        node.open(complete=True)
+    its.reader.open(complete=False)
+    runner = its.reader.runner(selections=its.parts, counts=counts)
+    async with serving(its.a, its.b, its.reader), runner:
+        runner.add_source(its.grant(its.a))
+        runner.add_source(its.grant(its.b))
+        await finish(runner)
+        told = {each.name: (each.cells, each.runs) for each in runner.report().sources}
+    wanted = [[counts[chunk] for chunk in part.chunks] for part in its.parts.values()]
+    assert told == {
+        name: (sum(cells for cells, _ in each), sum(runs for _, runs in each))
+        for name, each in zip("ab", wanted, strict=True)
+    }

@@ -20,8 +20,10 @@ from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.data.source_lane import SourceFailed
+from tensorhub.transport.owner import OpenMemory
 from tensorhub.types import ContentId, Incarnation
 from tests.runtime.data_rig import (
+    CHUNK_BYTES,
     CHUNKS,
     CONTENT,
     SECRET,
@@ -162,3 +164,47 @@ async def test_a_request_for_what_is_lacked_ends_in_time_and_tells_what_is_there
             return connection.receive(FROM_OWNER)
 
         assert await anyio.to_thread.run_sync(ask) == StillWaiting(0, ((0, 1), (2, 2)))
+
+
+async def test_a_chunk_is_withdrawn_from_a_reader_that_takes_it_too_slowly() -> None:
+    large = manifest_of((LARGE, CHUNK_BYTES), chunk_bytes=LARGE)
+    a = Node("a", large, filled=True, stall_timeout_s=100 * WAIT_S).open(complete=True)
+
+    def withdraw(*chunks: int) -> None:
+        a.owner.revoke(a.registration, a.generation, chunks)
+
+    async with serving(a), raw_reader(a) as connection:
+        connection.send(read(a, (0, 1)))
+        await anyio.to_thread.run_sync(connection.receive, FROM_OWNER)
+        await anyio.to_thread.run_sync(withdraw, 1)  # which the reader does not read
+        assert "1 accesses" in repr(a.owner)
+        await anyio.to_thread.run_sync(withdraw, 0)
+        assert "0 accesses" in repr(a.owner)
+        assert not a.has(0)
+
+        def drain() -> None:
+            connection.receive_into([memoryview(bytearray(LARGE))])
+
+        with pytest.raises(ConnectionLost):
+            await anyio.to_thread.run_sync(drain)
+
+
+def test_content_goes_on_under_another_generation_with_its_digests_and_deltas() -> None:
+    a, old, delta = Node("a", manifest_of(), filled=True), ContentId("old"), (b"delta",)
+    a.owner.open(a.registration, 7, old, a.memory, complete=True)
+    a.owner.fence(a.registration)
+    digests = [a.memory.digest(chunk) for chunk in range(CHUNKS)]
+    a.owner.open(a.registration, 8, CONTENT, a.memory, complete=True, digests=digests)
+    a.owner.deltas.begin(a.registration, a.memory, has_shadow=False)
+    a.owner.deltas.keep(a.registration, 8, old, {1: delta})
+    a.owner.fence(a.registration)
+    a.owner.reopen(a.registration, 9)
+    assert a.owner.digests(a.registration, 8) is None
+    assert a.owner.digests(a.registration, 9) == tuple(digests)
+    assert isinstance(a.owner.find(a.registration, 8), Refusal)
+    assert isinstance(a.owner.find(a.registration, 9), OpenMemory)
+    right = a.registration, 9, CONTENT, [1], CHUNK_BYTES, 0.0
+    with a.owner.access(None, *right) as held:
+        assert isinstance(held, tuple)
+        assert a.owner.deltas_of(*held, old) == {1: delta}
+    a.listener.close()

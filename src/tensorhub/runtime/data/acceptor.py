@@ -224,7 +224,6 @@ def _tuned(
 ) -> BlockingConnection | None:
     """That connection, for a thread; None if its peer has gone already."""
     try:
-        connection.setblocking(True)
         if connection.family != socket.AF_UNIX:
             sockets.tune(connection)
     except OSError:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import time
+from operator import add
 from typing import NamedTuple
 
 SCHEDSTAT = "/proc/thread-self/schedstat"
@@ -42,7 +43,7 @@ class Spent(NamedTuple):
 
     def plus(self, other: Spent) -> Spent:
         """Of both."""
-        return Spent(*[mine + its for mine, its in zip(self, other, strict=True)])
+        return Spent(*map(add, self, other))
 
 
 class ThreadTime:
