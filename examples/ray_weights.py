@@ -27,7 +27,7 @@ class Trainer:
         # the coordinator may outlive the program: numbers go on from there
         self.version = hub.describe("actor", limit=0).mark or 0
         if ray.get_runtime_context().was_current_actor_reconstructed and self.version:
-            self.weights.replicate("latest")  # from its readers
+            self.weights.replicate("available")  # the newest that a reader has taken
 
     def step(self) -> int:
         self.version += 1
