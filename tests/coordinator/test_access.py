@@ -9,8 +9,17 @@ from typing import Any
 
 import pytest
 
-from tensorhub.coordinator import CloseSession, Connected, Disconnected, Received, Send, observing
+from tensorhub.coordinator import (
+    CloseSession,
+    Connected,
+    Disconnected,
+    Received,
+    Send,
+    Tick,
+    observing,
+)
 from tensorhub.coordinator.corruption_checks import INQUIRY_S
+from tensorhub.coordinator.limits import IDLE_S
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import AuthenticationFailed
 from tensorhub.messages import (
@@ -71,6 +80,7 @@ from tensorhub.model.manifest import id_of
 from tensorhub.testing import CHUNKS, DEVICE, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose, release
+from tests.coordinator.test_read_only import Lobby
 
 SESSION = 7000
 JOIN = Join("dashboard", Location(), (Endpoint("tcp", "nowhere"),), 1, 2**40)
@@ -385,6 +395,17 @@ def test_what_a_reader_registers_for_a_fetch_holds_nothing() -> None:
     (refused,) = reader.say(registers(MINE, MINE, serves=False, manifest=b"", held=held))
     assert isinstance(refused, Refused)
     assert MINE not in cluster.coordinator.cluster.members
+
+
+def test_a_session_that_calls_nothing_ends_when_its_time_is_over_and_not_before() -> None:
+    lobby = Lobby()
+    lobby.reader(1)
+    idle_at = lobby.core.cluster.sessions[1].called_at + IDLE_S
+    lobby.wait(IDLE_S - 2.0, beating=(1,))
+    for now in (idle_at - 0.001, idle_at):
+        assert lobby.is_open(1)
+        lobby.core.step(Tick(), now)
+    assert not lobby.is_open(1)
 
 
 def test_a_readers_calls_that_are_over_are_not_piled_up() -> None:

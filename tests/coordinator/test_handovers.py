@@ -12,6 +12,7 @@ from tensorhub.coordinator import handovers
 from tensorhub.coordinator.entities import Member
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.errors import RetentionError
+from tensorhub.messages import MakeCopy
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState, Location, Purpose
 from tensorhub.worker.calls import CloseCall, ReleaseCall
@@ -421,6 +422,23 @@ def test_one_that_makes_no_progress_is_given_up() -> None:
         run()
     ends(cluster, asked)
     assert len(asked_for(cluster)) == 2
+
+
+def test_a_copy_of_which_nothing_is_heard_has_the_time_of_two_calls() -> None:
+    """For its registration, and then for its fill."""
+    cluster, trainer = cluster_of("reader", "-one", "-two", room=("one", "two"))
+    under_way = model_of(cluster).handovers
+    asked = trainer.unpublish(timeout_s=300)
+    cluster.run(until=lambda: under_way)
+    (first,) = under_way.values()
+    link = cluster.workers[first.worker.name].link
+    assert link is not None
+    link.down = type(link.down)(each for each in link.down if not isinstance(each, MakeCopy))
+    cluster.advance(2 * cluster.options.op_timeout_s - 0.1)
+    assert list(under_way.values()) == [first]
+    cluster.advance(0.1)
+    ends(cluster, asked)
+    assert copies(cluster) == {"two" if first.worker.name == "one" else "one": 1}
 
 
 def test_two_last_holders_with_one_place_for_a_copy() -> None:

@@ -143,18 +143,25 @@ def test_a_rank_that_holds_nothing_any_more_need_not_wait_for_its_mates() -> Non
     assert [answer.keep for answer in first.take(Registered)] == [True]
 
 
-def test_what_was_begun_under_a_former_coordinator_is_gone_on_with() -> None:
+@pytest.mark.parametrize("first", ["publishers", "reader"])
+def test_what_was_begun_under_a_former_coordinator_is_gone_on_with(first: str) -> None:
+    """Publishers and readers may come back in either order."""
     world, trainers = published()
     (reader,) = filling(world)
     key, info = world.operation(reader).key, world.version.info
     world = world.restarted()
-    trainers = [
-        back(world, trainer, held_by(trainer, info, is_publisher=True)) for trainer in trainers
-    ]
+
+    def publishers_are_back() -> list[Rank]:
+        return [back(world, each, held_by(each, info, is_publisher=True)) for each in trainers]
+
+    if first == "publishers":
+        trainers = publishers_are_back()
     reader = back(world, reader, None)
     begun = Begun(key, info.version, info.content_id, id_of(MANIFEST), True, reader.publication)
     call = (OpKind.UPDATE, "latest", None, reader.generation, False, False, 1000.0, (key,), begun)
     world.say(reader, Fill(world.key(reader), 0, reader.name, *call))
+    if first == "reader":
+        trainers = publishers_are_back()
     (start,) = reader.take(Start)
     assert (start.write, bool(start.publication)) == (False, True)
     world.ready(reader, A, B)

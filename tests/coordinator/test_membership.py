@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.coordinator import CloseSession, Connected, Received, Send
+from tensorhub.coordinator import CloseSession, Connected, Received, Send, Silent
+from tensorhub.coordinator.entities import Model
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import GroupAborted, RegistrationError, StateError
 from tensorhub.messages import (
+    Deregister,
     Dismissed,
     Heartbeat,
     HeartbeatAck,
     Join,
     Leave,
+    Prepared,
     Register,
     Welcome,
 )
-from tensorhub.testing import DEVICE, MANIFEST, SimHandle, StepwiseCluster
+from tensorhub.testing import DEVICE, MANIFEST, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState, Location, release
 from tensorhub.worker import registration_session
+from tests.coordinator.test_testimonies import list_of, published as with_digests, tell_it
+from tests.coordinator.test_wakeups import LEASE_S, Hall
 
 
 def worker_state(cluster: StepwiseCluster, handle: SimHandle) -> str:
@@ -255,6 +260,55 @@ def test_a_lost_incarnation_is_sent_away() -> None:
         Dismissed("this incarnation was lost; come back as a new one"),
         "lost incarnation",
     ]
+
+
+def test_what_a_worker_has_not_announced_a_lease_after_its_return_it_has_closed() -> None:
+    hall = Hall()
+    hall.arrives(1, "worker", "tcp")
+    for name in ("kept", "closed"):
+        hall.register(1, name)
+    hall.arrives(2, "worker", "tcp")
+    hall.register(2, "kept")
+    for seconds, left in ((LEASE_S - 0.5, {"kept", "closed"}), (0.5, {"kept"})):
+        hall.wait(seconds, beating=(2,))
+        hall.step(Silent((2,)))  # nothing that it has said lies unread
+        assert set(hall.core.cluster.members) == left
+
+
+@pytest.mark.parametrize("host_bytes", [0, 1])
+def test_that_a_worker_is_heard_again_is_news_for_models_of_others_if_it_may_take_copies(
+    host_bytes: int,
+) -> None:
+    hall = Hall()
+    hall.connect(1)
+    hall.register(1, "a")
+    hall.step(Connected(2, "life2", "worker"))
+    hall.say(2, Join("w2", Location(), (), 1, host_bytes))
+    hall.wait(LEASE_S * 3 / 4, beating=(1,))
+    hall.step(Received(2, Heartbeat(1)))
+    noted = hall.core.cluster.noted
+    assert any(isinstance(each, Model) for each in noted) is bool(host_bytes)
+
+
+def test_another_holder_is_asked_for_digests_at_once_when_the_one_that_was_asked_is_closed() -> (
+    None
+):
+    cluster, (trainer, *copies, reader) = with_digests("one", "two", "reader")
+    for copy in copies:
+        copy.replicate()
+        cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    cluster.coordinator.cluster.forget_list(list_of(cluster))
+    asked = reader.replicate()
+    cluster.run(Choice("read", reader.name))
+    assert asked.key is not None
+    tell_it(cluster, reader, Prepared(asked.key, 0, b"another root"))
+    (first,) = list_of(cluster).asked
+    (second,) = {copy.id for copy in copies} - {first}
+    (closed,) = (copy for copy in copies if copy.id == first)
+    tell_it(cluster, closed, Deregister(99, first, True))
+    assert list(list_of(cluster).asked) == [second]
 
 
 def test_an_announced_content_of_another_world_size_is_ordered_out() -> None:

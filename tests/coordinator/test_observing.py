@@ -191,6 +191,16 @@ def test_waiting_for_a_source_before_and_within_the_read() -> None:
     assert waits == [("source", 1.0), ("source", pytest.approx(0.04))]
 
 
+def test_waiting_for_a_holder_of_the_version_that_is_asked_for() -> None:
+    cluster, (trainer, reader) = pair("keeper")
+    trainer.unpublish()
+    cluster.run()
+    reader.replicate()
+    cluster.run()
+    cluster.advance(1.0)
+    assert parts(explained(cluster)) == {"source": 1.0}
+
+
 def test_every_wait_for_another_source_within_a_read_counts() -> None:
     cluster, (_, reader) = pair("reader")
     begin(cluster, reader)
@@ -475,8 +485,10 @@ def test_the_path_goes_on_at_the_source_that_lacked_chunks() -> None:
     assert found.sentence == "2.25 of 4 s: digests on first"
 
 
-@pytest.mark.parametrize("lacked", [{"a": 3.0, "b": 1.0}, {"a": 1.0, "b": 3.0}])
-def test_of_two_sources_the_one_that_lacked_more_is_followed(lacked: dict[str, float]) -> None:
+def reader_of_two(lacked: dict[str, float], sources_end_at: float) -> Explanation:
+    """A reader of two sources lacked chunks, of each for so long. All of them have read up to 4.0;
+    the groups of the sources end then, or later.
+    """
     updates: dict[OpKey, Update] = {}
     sources = {"a": ["origin"], "b": ["origin"], "reader": ["a", "b"]}
     for name, above in sources.items():
@@ -494,10 +506,18 @@ def test_of_two_sources_the_one_that_lacked_more_is_followed(lacked: dict[str, f
         rank.took = Took(key, 0, 4.0, (), tuple(links))
         update.calls, update.info = 1, VersionInfo("m", 1, "c", 1, 1)
         update.bound_at = update.written_at = 0.0
-        update.prepared_at = update.ended_at = 4.0
-    found = explanation(
+        update.prepared_at = update.ended_at = 4.0 if name == "reader" else sources_end_at
+    return explanation(
         updates[OpKey("m", "reader", 1, 1)], 4.0, 0.0, Known(updates.get, (), lambda *about: [])
     )
+
+
+@pytest.mark.parametrize("sources_end_at", [4.0, 9.0])
+@pytest.mark.parametrize("lacked", [{"a": 3.0, "b": 1.0}, {"a": 1.0, "b": 3.0}])
+def test_of_two_sources_the_read_of_the_one_that_lacked_more_is_followed(
+    lacked: dict[str, float], sources_end_at: float
+) -> None:
+    found = reader_of_two(lacked, sources_end_at)
     more, less = sorted(lacked, key=lambda name: -lacked[name])
     parts = {(part.name, part.worker, part.peer): part.seconds for part in found.parts}
     assert parts == {("digest", more, ""): 3.0, ("upstream", "reader", less): 1.0}

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from tensorhub.coordinator.readers import RETRY_S_FIRST
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import (
     TransportUnavailable,
@@ -26,6 +27,7 @@ from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
 from tensorhub.types import DeltaUse, HandleState, Location, Purpose
 from tests.coordinator.test_fills import trainer_and_reader
 from tests.coordinator.test_membership import published, worker_state
+from tests.coordinator.test_resumption import published as groups_of
 
 SITE = Distance.SITE
 
@@ -160,6 +162,33 @@ def test_the_only_source_is_tried_again_after_a_while_that_grows() -> None:
     cluster.run()
     assert asked.number == 1
     assert waits == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0], abs=0.04)
+
+
+def test_each_rank_tries_its_source_again_at_its_own_time() -> None:
+    cluster, _ = groups_of(2)
+    ranks = cluster.group("reader", 2)
+    cluster.run()
+    for rank in ranks:
+        rank.replicate()
+
+    def granted(seconds: float) -> list[bool]:
+        cluster.advance(seconds, run=False)
+        cluster.run("read")
+        return [rank.pull is not None and bool(rank.pull.grants) for rank in ranks]
+
+    def fails(*failing: SimHandle) -> None:
+        for rank in failing:
+            assert rank.pull is not None
+            rank.source_ended(next(iter(rank.pull.grants)), "stalled")
+        cluster.run("read")
+
+    assert granted(0.0) == [True, True]
+    fails(ranks[1])
+    assert granted(RETRY_S_FIRST) == [True, True]
+    fails(*ranks)  # the second one waits twice as long now
+    assert granted(0.0) == [False, False]
+    assert granted(RETRY_S_FIRST) == [True, False]
+    assert granted(RETRY_S_FIRST) == [True, True]
 
 
 def test_what_has_failed_less_is_read_first() -> None:

@@ -9,13 +9,14 @@ from dataclasses import replace
 import pytest
 
 from tensorhub.coordinator import Publication
+from tensorhub.coordinator.entities import Version
 from tensorhub.layouts.published import Published
 from tensorhub.messages import BegunWith, Fill, Held, Outcome, Registered, Start
 from tensorhub.messages.values import Begun
-from tensorhub.model.manifest import id_of
+from tensorhub.model.manifest import ID_BYTES, id_of
 from tensorhub.testing import CHUNKS
 from tensorhub.testing.sim.memory import make_manifest
-from tensorhub.types import OpKind, VersionInfo
+from tensorhub.types import OpKey, OpKind, VersionInfo
 from tests.coordinator.layout_world import MANIFEST, Rank, World
 from tests.coordinator.test_bridges import cut
 from tests.coordinator.test_layouts_over_time import back, held_by
@@ -64,6 +65,17 @@ def come_back(
         world.answer_questions(each, held)
     world.manifest = MANIFEST
     return [each.take(Registered)[-1].keep for each, _ in same]
+
+
+def test_the_record_names_the_manifest_and_the_parts_of_each_shard() -> None:
+    one, two, parts = (bytes([number]) * ID_BYTES for number in (1, 2, 3))
+    info = VersionInfo("m", 1, "content", 1, 2)
+    key = OpKey("m", "t", 1, 0)
+    version = Version(info, "layout", key, one + bytes(ID_BYTES) + two + parts)
+    assert version.recorded(0) == (one.hex(), "")
+    assert version.recorded(1) == (two.hex(), parts.hex())
+    assert version.recorded(2) is None
+    assert Version(info, "layout", key).recorded(0) is None
 
 
 def test_who_says_that_other_tensors_were_published_is_not_believed_also_if_he_comes_first() -> (

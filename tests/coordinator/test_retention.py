@@ -9,7 +9,8 @@ import pytest
 from tensorhub.coordinator import Tick, limits
 from tensorhub.coordinator.entities import Model
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, VersionUnavailable
-from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
+from tensorhub.messages import RetainedAck
+from tensorhub.testing import CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.types import LATEST, HandleState, Selector
 
@@ -320,6 +321,36 @@ def newer(
     for number, group in enumerate((old, new), start=1):
         publish(cluster, *group, version=number, latest=latest)
     return cluster, old, new
+
+
+def test_only_an_acknowledgement_of_what_its_rank_holds_counts() -> None:
+    cluster, trainer, (reader,) = retained(0, "reader")
+    trainer.worker.asks.retain(1)
+    notices = model_of(cluster).notices
+    cluster.run(until=lambda: notices.unaware)
+    told = cluster.coordinator.cluster.members[trainer.id]
+    content_id = model_of(cluster).versions[1].info.content_id
+    for rank, registration, content in (
+        (trainer, "gone", content_id),
+        (reader, reader.id, content_id),  # it holds nothing
+        (trainer, trainer.id, "another"),
+    ):
+        rank.worker.say(RetainedAck(registration, content, True, told.retained_seq))
+        cluster.do(Choice("up", rank.worker.name))
+    assert list(notices.unaware) == [trainer.id]
+    cluster.run()
+    assert not notices.unaware
+
+
+def test_a_version_is_noted_by_the_step_in_which_it_begins_or_ceases_to_be_retained() -> None:
+    cluster, trainer, _ = retained(0)
+    version, asks = model_of(cluster).versions[1], trainer.worker.asks
+    asks.retain(1)
+    cluster.run(until=lambda: version.retained)
+    assert version in cluster.coordinator.cluster.noted
+    asks.retain(0)
+    cluster.run(until=lambda: not version.retained)
+    assert version in cluster.coordinator.cluster.noted
 
 
 def test_an_update_that_would_lose_a_version_is_refused_before_the_first_byte() -> None:

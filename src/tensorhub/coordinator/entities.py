@@ -723,7 +723,7 @@ class DigestList:
 
     def digest(self, chunk: int) -> bytes:
         """The digest that this chunk must have; empty where that is not certain."""
-        if not self.root or not self.pages or chunk >= self.chunks:
+        if not self.pages or chunk >= self.chunks:
             return b""
         page, at = divmod(chunk, self.page_chunks)
         return self.pages[page][at * self.width : (at + 1) * self.width]

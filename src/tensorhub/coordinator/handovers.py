@@ -123,7 +123,7 @@ class Handovers:
         """Have a copy dropped if the version is kept without it. The copy asks for its leave like
         every holder.
         """
-        if copy.dropped or copy.registration in model.handovers:
+        if copy.registration in model.handovers:
             return
         holding = copy.holding
         if holding is None or not holding.committed or not self._is_needed(model, holding):
