@@ -99,6 +99,16 @@ def test_what_a_reading_group_leaves_is_named_unless_it_may() -> None:
     publication.check_readers(sharded((0, 2), (1, 2)))
 
 
+def test_a_tensor_without_elements_need_not_be_read() -> None:
+    whole, empty = local("w", 4), local("e", 0, 3, region=1)
+    publication = Publication((arrange(pieces_of([whole, empty])),)).check()
+    publication.check_readers([arrange(pieces_of([whole]), publication.catalogue)])
+    with pytest.raises(ManifestMismatch, match=r"'w' .* is read by no rank of the group"):
+        publication.check_readers([arrange(pieces_of([empty]), publication.catalogue)])
+    assert list(publication.unread(["w"])) == []
+    assert len(list(publication.unread(["e"]))) == 1
+
+
 @pytest.mark.parametrize("more", [0, 1])
 def test_rank_local_tensors_are_each_ranks_own(more: int) -> None:
     """Of equal shapes as well."""

@@ -70,6 +70,18 @@ def test_who_may_have_waited_makes_nothing_slower() -> None:
     assert links.rates(2.0)[RACK] == 8e9
 
 
+def test_a_word_that_may_be_too_low_is_held_against_the_same_readers_last_one_while_that_counts() -> (
+    None
+):
+    links = links_of(SLOW, FAST, FAST)
+    assert links.rates(0.0)[RACK] == SUPPOSED_BYTES_PER_S[RACK]
+    links.heard("reader 0", RACK, int(2 * SLOW), 1.0, None, 1.0)
+    assert links.rates(VOTE_S)[RACK] == 2 * SLOW  # of the others nothing counts any more
+    links = links_of(SLOW)
+    links.heard("reader 0", RACK, int(2 * SLOW), 1.0, None, VOTE_S)
+    assert links.rates(VOTE_S) == SUPPOSED_BYTES_PER_S
+
+
 def test_what_was_told_is_forgotten() -> None:
     links = links_of(SLOW, SLOW)
     assert links.rates(VOTE_S - 1)[RACK] == SLOW

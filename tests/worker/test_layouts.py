@@ -245,9 +245,9 @@ class Reader:
     asks for.
     """
 
-    def __init__(self, known: KnownParts | None = None) -> None:
+    def __init__(self, known: KnownParts | None = None, shard: Shard | None = None) -> None:
         numbers = count(1)
-        self.shard = columns()
+        self.shard = shard if shard is not None else columns()
         self.parts = known if known is not None else KnownParts()
         self.published, self.blobs = publication_of_rows()
         self.member = Member(
@@ -661,6 +661,21 @@ def test_it_votes_with_the_root_of_each_selection_also_out_of_a_doubt() -> None:
     (held,) = [register.held for register in reader.said(Register) if register.held is not None]
     assert reader.shard.manifest is not None
     assert (held.manifest_id, held.voted) == (reader.shard.manifest.manifest_id, True)
+
+
+def test_what_it_holds_is_named_by_its_own_manifest_whatever_digests_the_publisher_makes() -> None:
+    shard = columns()
+    assert shard.manifest is not None
+    reader = Reader(shard=replace(shard, manifest=replace(shard.manifest, digest="sha-256")))
+    reading = reader.pulls()
+    assert reading.digest == "xxh3-64"
+    reader.votes(reading)
+    reader.do(reader.member.disconnected(0))
+    reader.connect()
+    held = reader.said(Register)[-1].held
+    assert held is not None
+    assert reader.shard.manifest is not None
+    assert held.manifest_id == reader.shard.manifest.manifest_id != reading.manifest_id
 
 
 def test_a_selection_is_compared_in_its_own_numbers() -> None:

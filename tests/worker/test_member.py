@@ -43,7 +43,7 @@ from tensorhub.testing.sim.layouts import Layout
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import HandleState
 from tensorhub.worker.active_call import DEADLINE_SLACK_S
-from tensorhub.worker.calls import Action, Say
+from tensorhub.worker.calls import Action, Finish, Say
 from tensorhub.worker.filling import Filling
 from tensorhub.worker.states import Phase
 
@@ -253,6 +253,83 @@ def test_a_check_of_what_was_given_up_since_says_nothing_of_what_is_there_now(em
         DigestedAgain("inquiry", registration, None, b"", generation=generation)
     ]
     assert handle.member.content is held
+
+
+@pytest.mark.parametrize("runs", ["nothing", "a publish"])
+def test_what_comes_for_a_fill_that_has_ended_changes_nothing(runs: str) -> None:
+    cluster, _, (reader,) = published("reader")
+    if runs == "a publish":
+        reader.publish(2)
+        cluster.run(until=lambda: bool(cluster.unstored))
+    member, now, late = reader.member, cluster.now, StateError("late")
+    before = repr(member)
+    assert not [
+        *member.hook_returned(None, now),
+        *member.source_failed("lease", "lost", "", now),
+        *member.planned(1, late, now),
+        *member.ranks_checked(1, late, now),
+        *member.pull_done(now),
+        *member.compared(0, 1, [], now),
+        *member.room_ended(None, now),
+        *member.copied(frozenset(), now),
+        *member.pull_failed(late, now),
+        *member.pull_stopped(now),
+        *member.receive(ManifestReply(10**6, b""), now),
+        *member.receive(Refused(10**6, _error()), now),
+    ]
+    assert repr(member) == before
+
+
+def test_nothing_is_told_of_a_pull_before_its_call_is_said() -> None:
+    cluster, _, (reader,) = published("reader")
+    assert reader.member.progress(1, 1, ()) is None
+    reader.worker.disconnect()
+    reader.replicate()
+    assert reader.member.progress(1, 1, ()) is None
+    reader.worker.connect()
+    cluster.run("read")
+    told = reader.member.progress(1, 1, ())
+    assert told is not None
+    assert told.key == reader.member.running.key  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("rolled_back", [False, True])
+def test_an_update_to_what_is_held_changes_nothing_also_where_that_was_rolled_back_since(
+    rolled_back: bool,
+) -> None:
+    cluster, _, (reader,) = published("reader")
+    reader.replicate()
+    cluster.run()
+    reader.update()
+    held, member = reader.member.content, reader.member
+    assert held is not None
+    assert member.running is not None
+    assert member.running.phase is Phase.ASKED
+    assert member.running.key is not None
+    if rolled_back:
+        order = Revoked(reader.shard.registration, held.version.content_id, "rolled back")
+        reader.apply(member.receive(order, cluster.now))
+        assert member.content is None
+    outcome = Outcome(member.running.key, 0, True, True, held.version, None)
+    (finish,) = [each for each in member.receive(outcome, cluster.now) if isinstance(each, Finish)]
+    assert (finish.version, finish.changed, finish.error) == (held.version, False, None)
+
+
+@pytest.mark.parametrize(("what", "left"), [("publish", "empty"), ("replicate", "torn")])
+def test_who_is_in_doubt_when_the_coordinator_has_lost_its_state_has_memory_as_its_call_left_it(
+    what: str, left: str
+) -> None:
+    """A publish has written nothing."""
+    cluster, _, (reader,) = published("reader")
+    asked = reader.publish(2, timeout_s=3) if what == "publish" else reader.replicate(timeout_s=3)
+    cluster.run(until=lambda: f" {Phase.VOTED.value} until" in repr(reader.member.running))
+    reader.worker.disconnect()
+    cluster.advance(3, run=False)
+    cluster.run("store")
+    assert asked.has_ended()
+    assert "in_doubt" in repr(reader.member)
+    reader.apply(reader.member.state_lost(cluster.now))
+    assert reader.member.state.value == left
 
 
 def said_in(actions: list[Action]) -> list[FromWorker]:
