@@ -14,8 +14,8 @@ import pytest
 
 from tensorhub import sync
 from tensorhub.integrations.one_version_trainer import OneVersion
+from tests.frameworks.generating import answer_by
 from tests.frameworks.test_vllm import actor
-from tests.frameworks.test_vllm_requests import answer_by
 from tests.frameworks.vllm_generating import Engine
 
 pytestmark = [pytest.mark.framework, pytest.mark.timeout(400)]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tensorhub import sync
 from tests.frameworks import vllm_cpu
+from tests.frameworks.generating import answer_by, steps
 from tests.frameworks.test_vllm import actor
 from tests.frameworks.test_vllm_worker import EXTENSION
 
@@ -20,19 +20,6 @@ pytestmark = [pytest.mark.framework, pytest.mark.timeout(400)]
 LENGTH = 16_384  # more tokens than are generated until the last update
 ENOUGH = 10  # tokens of each version
 STEPS = (1, 3, 7)  # what each version adds to a token to get the next one
-
-
-def answer_by(model: Any, step: int) -> None:
-    """Have the token t be followed by t + step."""
-    with torch.no_grad():
-        table = model.model.embed_tokens.weight
-        table.copy_(torch.randint(0, 2, table.shape) * 2 - 1)
-        model.lm_head.weight.copy_(table.roll(step, 0))
-
-
-def steps(tokens: list[int]) -> list[int]:
-    size = vllm_cpu.LLAMA["vocab_size"]
-    return [(after - before) % size for before, after in itertools.pairwise(tokens)]
 
 
 async def generated(address: str, path: Path, weights: sync.Weights, model: Any) -> list[int]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,19 +81,15 @@ def shim() -> None:
 
 def faults() -> None:
     """Have a worker fail at the end of an update as long as a file in `TENSORHUB_TEST_FAULTS` has
-    the number of its rank. In the file: a process that is killed then.
+    the number of its rank.
     """
     from tensorhub.integrations import vllm_layers
+    from tests.frameworks.generating import fail_if_asked
 
     finish = vllm_layers.finish
 
     def finish_or_fail(model: torch.nn.Module, model_config: Any) -> None:
-        rank = torch.distributed.get_rank()
-        fault = Path(os.environ["TENSORHUB_TEST_FAULTS"]) / f"{rank}"
-        if fault.exists():
-            if killed := fault.read_text():
-                os.kill(int(killed), signal.SIGKILL)
-            raise RuntimeError(f"rank {rank} cannot finish its layers")
+        fail_if_asked(torch.distributed.get_rank())
         finish(model, model_config)
 
     vllm_layers.finish = finish_or_fail

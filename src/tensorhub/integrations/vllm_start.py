@@ -17,20 +17,14 @@ from __future__ import annotations
 import functools
 import os
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any
 
 from tensorhub import sync
-from tensorhub.errors import InvalidValue, StateError, TensorHubError
+from tensorhub.errors import TensorHubError
 from tensorhub.integrations.announced import SERVERS, announce
+from tensorhub.integrations.environment import ADDRESS, FLEET_HOST, FLEET_TOKEN, MODEL, URL, check
 from tensorhub.logs import get_logger
-from tensorhub.runtime.control.addresses import split_addresses
-from tensorhub.types import check_name
 
-MODEL: Final = "TENSORHUB_MODEL"  # the environment's variable with the published name
-ADDRESS: Final = "TENSORHUB_ADDRESS"
-URL: Final = "TENSORHUB_ENGINE_URL"
-FLEET_HOST: Final = "TENSORHUB_FLEET_HOST"
-FLEET_TOKEN: Final = "TENSORHUB_FLEET_TOKEN"
 log = get_logger(__name__)
 
 
@@ -40,11 +34,7 @@ def watch() -> None:
     """
     if not os.environ.get(MODEL):
         return
-    try:
-        check_name("model", os.environ[MODEL])
-        split_addresses(os.environ.get(ADDRESS, ""))
-    except StateError as error:
-        raise InvalidValue(f"{MODEL} and {ADDRESS} of the environment: {error}") from error
+    check()
     from vllm.v1.worker.gpu_worker import Worker  # the CPU's is one, too
 
     load = Worker.load_model

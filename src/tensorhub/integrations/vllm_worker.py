@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.integrations import vllm_draft, vllm_first_load, vllm_sleep, vllm_start
+from tensorhub.integrations.environment import URL
 from tensorhub.integrations.vllm import new_updater
 from tensorhub.integrations.vllm_ranks import Outcome
 from tensorhub.integrations.vllm_session import INTACT, TORN
@@ -141,7 +142,7 @@ class WorkerExtension:
             device = next(self.get_model().parameters()).device
             points = device.type == "cpu" and config.model_config.enforce_eager
             its = {"host": host, "port": port, "token": token, "lease_s": lease_s}
-            called = os.environ.get(vllm_start.URL, "")
+            called = os.environ.get(URL, "")
             made.append(
                 Member(updater, device, points=points, wait_s=timeout_s, called=called, **its)
             )
