@@ -63,7 +63,7 @@ RECIPES = {
                 "outlines==0.1.11 timm==1.0.25"
             ),
         ),
-        (*SGLANG, *SGLANG_MORE, "test_fs_sglang.py"),
+        (*SGLANG, *SGLANG_MORE, "test_sglang_one_version.py", "test_fs_sglang.py"),
     ),
     "sglang-0.5.15": Recipe(
         (

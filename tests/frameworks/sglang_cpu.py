@@ -148,6 +148,9 @@ class Rank:
         self.flushed = 0
         self.manager = sglang_parts.manager(self) if has_sessions() else sglang_parts.older(self)
         self.adapters: Any = sglang_parts.adapters(self) if self.settings.enable_lora else None
+        # as a scheduler has them
+        self.server_args, self.draft_worker, self.weight_updater = self.settings, None, self.manager
+        self.tp_worker = types.SimpleNamespace(model_runner=types.SimpleNamespace(model=self.model))
 
     def _loaded(self, load_format: str, *, is_draft: bool = False) -> Any:
         from sglang.srt.configs.device_config import DeviceConfig
@@ -174,6 +177,10 @@ class Rank:
             if "lora" in name:
                 return getattr(self.adapters, name)(request.to_ref())
             return getattr(self.manager, name)(request)
+
+    def run_batch(self) -> dict[str, str]:
+        """In the place of a scheduler's, which uses the weights."""
+        return self.checksums()
 
     def checksums(self) -> dict[str, str]:
         """Of all parameters and buffers of the model."""

@@ -21,6 +21,7 @@ from tensorhub.errors import (
     VersionConflict,
     VersionUnavailable,
 )
+from tensorhub.integrations.one_version_trainer import OneVersion
 from tests.frameworks import sglang_cpu
 from tests.frameworks.test_vllm import actor, train
 
@@ -107,6 +108,84 @@ def test_three_updates(
     plan = rank.receiver._plan
     assert len(plan.in_place) == 15
     assert not plan.loaded
+
+
+@pytest.fixture
+def fleet(
+    rank: sglang_cpu.Rank, engine: Any, coordinator: sync.Coordinator
+) -> Iterator[OneVersion]:
+    """With this engine, which has joined by a call."""
+    from tensorhub.integrations.sglang import Session
+
+    session = Session(engine, coordinator.address, timeout_s=60.0)
+    with sync.connect(coordinator.address) as hub:
+        made = OneVersion(hub, "actor", [session.join_fleet()], timeout_s=60.0, attempts_max=1)
+        yield made
+        made.close()
+    rank.receiver.member.engine.close()
+    rank.receiver.close()
+    del rank.model.get_weights_by_name, rank.run_batch
+
+
+def test_an_engine_of_a_fleet(
+    rank: sglang_cpu.Rank, engine: Any, coordinator: sync.Coordinator, fleet: OneVersion
+) -> None:
+    """A batch has the committed version, and nothing else updates it."""
+    from tensorhub.integrations.sglang import Session
+
+    model = actor(30)
+    session = Session(engine, coordinator.address, timeout_s=60.0, pause=None)
+    with sync.connect(coordinator.address) as hub:
+        weights = hub.register("actor", model)
+        for version in range(2):
+            with weights.mutate(version):
+                train(model)
+            info = hub.wait_for("actor", at_least=version)
+            fleet.update(info)
+            served = rank.run_batch()
+            assert served == rank.loaded_by_sglang(model.state_dict())
+            session.check(info)
+        for call in (lambda: session.update(info), session.join_fleet):
+            with pytest.raises(StateError, match="is one of a fleet"):
+                call()
+        rank.model.model.norm.weight.data.fill_(7.0)
+        with pytest.raises(IntegrityError, match=r"norm\.weight"):
+            session.check(info)
+        assert rank.run_batch() == served  # it was taken anew
+        with weights.mutate(2):
+            train(model)
+        rank.fail("the layers cannot be finished")
+        with pytest.raises(StateError, match="cannot be finished"):
+            fleet.update(hub.wait_for("actor", at_least=2))
+        rank.fail(None)
+        assert rank.run_batch() == served  # what was written is taken back
+
+
+def test_an_engine_of_a_fleet_that_sleeps_takes_no_version(
+    rank: sglang_cpu.Rank, coordinator: sync.Coordinator, fleet: OneVersion
+) -> None:
+    model = actor(31)
+    with sync.connect(coordinator.address) as hub:
+        weights = hub.register("actor", model)
+        weights.publish(0)
+        fleet.update(hub.wait_for("actor", at_least=0))
+        rank.handle(io_struct().ReleaseMemoryOccupationReqInput(tags=["weights"]))
+        assert rank.receiver.member.engine.version is None
+        with weights.mutate(1):
+            train(model)
+        with pytest.raises(StateError, match="the engine sleeps"):
+            fleet.update(hub.wait_for("actor", at_least=1))
+        rank.handle(io_struct().ResumeMemoryOccupationReqInput(tags=["weights"]))
+        with weights.mutate(2):
+            train(model)
+        fleet.update(hub.wait_for("actor", at_least=2))
+        assert rank.run_batch() == rank.loaded_by_sglang(model.state_dict())
+
+
+def io_struct() -> Any:
+    from sglang.srt.managers import io_struct as found
+
+    return found
 
 
 def test_the_loader_without_the_trainer(

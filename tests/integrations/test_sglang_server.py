@@ -28,6 +28,7 @@ from tensorhub.integrations.sglang_session import (
 from tensorhub.types import VersionInfo
 
 INFO = VersionInfo("actor", 3, "content", 10, 1)
+SEAT = "http://10.0.0.2:1"
 
 
 class Engine:
@@ -64,7 +65,8 @@ class Engine:
             return self.asleep if name == ASLEEP else [0.0]
         order = self.orders[-1]
         failed = None if self.fails is None else Outcome.of(self.fails, "intact")
-        return Report(order.nonce, failed).encode() if self.report is None else self.report
+        url = SEAT if order.purpose == "fleet" else ""
+        return Report(order.nonce, failed, url).encode() if self.report is None else self.report
 
     def serialized(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[Any]:
         return [each for each in tensors if each[0].startswith(PREFIX)]
@@ -138,6 +140,22 @@ def test_an_engine_that_cannot_join_is_left_without_an_open_session(
     engine.fails = StateError("no coordinator")
     with pytest.raises(StateError, match="no coordinator"):
         session.get_ready()
+    assert engine.calls[-1] == "end_weight_update"
+
+
+def test_an_engine_joins_a_fleet_while_it_generates(engine: Engine, session: Session) -> None:
+    assert session.join_fleet("10.0.0.2", token="a word", lease_s=2.0) == SEAT
+    assert engine.calls == ["begin_weight_update target", LOAD, "end_weight_update"]
+    assert engine.orders[-1].fleet == {
+        "host": "10.0.0.2",
+        "port": 0,
+        "token": "a word",
+        "lease_s": 2.0,
+        "called": "",
+    }
+    engine.fails = StateError("an engine with data parallelism cannot join a fleet")
+    with pytest.raises(StateError, match="cannot join a fleet"):
+        session.join_fleet()
     assert engine.calls[-1] == "end_weight_update"
 
 

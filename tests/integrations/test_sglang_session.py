@@ -31,7 +31,16 @@ from tensorhub.integrations.sglang_session import (
 )
 
 ORDER = Order(
-    ["tcp://127.0.0.1:1"], "actor", "sglang-1", "check", 7, "content", 2**30, 5.0, ("lm_head.*",)
+    ["tcp://127.0.0.1:1"],
+    "actor",
+    "sglang-1",
+    "check",
+    7,
+    "content",
+    2**30,
+    5.0,
+    ("lm_head.*",),
+    fleet={"host": "10.0.0.2", "token": None},
 )
 
 

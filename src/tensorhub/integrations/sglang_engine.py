@@ -19,11 +19,11 @@ which is SGLang's, nor for the trainer (`sglang_trainer`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from sglang import __version__ as SGLANG_VERSION
@@ -34,7 +34,6 @@ from tensorhub import sync
 from tensorhub.api.tools import PublishedTensors, published_tensors
 from tensorhub.errors import (
     IntegrityError,
-    ManifestMismatch,
     Memory,
     RegistrationError,
     StateError,
@@ -42,9 +41,9 @@ from tensorhub.errors import (
     VersionConflict,
     some,
 )
-from tensorhub.integrations import sglang_lora, sglang_sleep
+from tensorhub.integrations import sglang_lora, sglang_one_version, sglang_sleep
 from tensorhub.integrations.adapters import Publication, fetch_adapter
-from tensorhub.integrations.given import bounded, wrapped
+from tensorhub.integrations.given import bounded
 from tensorhub.integrations.recording import Specs
 from tensorhub.integrations.releases import check_release
 from tensorhub.integrations.sglang_layers import (
@@ -56,14 +55,17 @@ from tensorhub.integrations.sglang_layers import (
 from tensorhub.integrations.sglang_plan import (
     ADVICE,
     Batch,
+    Faults,
     Plan,
     batches,
     make,
+    mismatch,
     probe,
     tensors_of,
 )
 from tensorhub.integrations.sglang_session import (
     ASLEEP,
+    IN_FLEET,
     REPORT,
     SLEEPS,
     TESTED,
@@ -74,7 +76,10 @@ from tensorhub.integrations.sglang_session import (
 )
 from tensorhub.logs import get_logger
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.types import Options
+from tensorhub.types import Options, VersionInfo
+
+if TYPE_CHECKING:
+    from tensorhub.integrations.one_version_ranks import Member
 
 log = get_logger(__name__)
 ADAPTERS_MAX = 1000  # far more than an engine has loaded
@@ -87,18 +92,25 @@ def load(model: nn.Module, named_tensors: Tensors) -> None:
     for its report, by SGLang's get_weights_by_name. Without tensors it gets ready for the end of a
     session, which post-processes all layers.
     """
-    answering = model.__dict__.get("get_weights_by_name")
-    if not isinstance(answering, Answering):
-        sglang_lora.watch(receiver_of)
-        answering = Answering(Receiver(model), getattr(model, "get_weights_by_name", None))
-        model.get_weights_by_name = answering  # type: ignore[assignment]
-    if not any(model is each for each in _shown):
-        _shown.append(model)
+    receiver = answering(model)
     with torch.inference_mode(False), torch.no_grad():
         if named_tensors:
-            answering.receiver.take(named_tensors)
+            receiver.take(named_tensors)
         else:
-            answering.receiver.spare()
+            receiver.spare()
+
+
+def answering(model: nn.Module) -> Receiver:
+    """The rank of this model, which answers for the loader from now on."""
+    found = receiver_of(model)
+    if found is None:
+        sglang_lora.watch(receiver_of)
+        found = Receiver(model)
+        its = getattr(model, "get_weights_by_name", None)
+        model.get_weights_by_name = Answering(found, its)  # type: ignore[assignment]
+    if not any(model is each for each in _shown):
+        _shown.append(model)
+    return found
 
 
 _shown: list[nn.Module] = []  # the models of this process that the loader was called with
@@ -128,7 +140,7 @@ class Answering:
 
 class Receiver:
     """One rank of an engine, with what it has registered. `report`: of the last order. `is_torn`:
-    the weights are, or may be.
+    the weights are, or may be. `member`: its part in a fleet with one version.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -145,6 +157,7 @@ class Receiver:
         self._fetched: Publication | None = None  # an adapter's, the last one
         self._adapters: dict[str, Publication] = {}  # that SGLang has loaded, the last ones
         self.is_torn = self._is_lost = False
+        self.member: Member | None = None
         sglang_sleep.watch(self)
 
     def take(self, named_tensors: Tensors) -> None:
@@ -154,15 +167,20 @@ class Receiver:
             if order.purpose == "show":
                 return
             plan = self.on_all_ranks(lambda: self._get_ready(order))
+            url = ""
             if order.purpose == "check":
                 self.on_all_ranks(lambda: self._check(order))
+            elif order.purpose == "fleet":
+                url = self.join_fleet(sglang_one_version.scheduler, order)
             elif plan is not None:
                 self._agree(plan, order)
                 self.on_all_ranks(lambda: self._fill(plan, order))
                 self.is_torn, self._served = False, order
-            self.report = Report(order.nonce)
+            self.report = Report(order.nonce, url=url)
         except _Failed as failed:
             self.is_torn, self._is_agreed = failed.outcome.memory != "intact", False
+            if self.member is not None and order.purpose == "check" and self.is_torn:
+                self.member.distrust()
             log.error(
                 "sglang_update_failed", error=failed.outcome.text, memory=failed.outcome.memory
             )
@@ -174,7 +192,10 @@ class Receiver:
 
     def before_sleep(self) -> None:
         """The memory goes: serve it no longer, and write all of it at the next update."""
-        self._is_lost = self.is_torn = self.is_torn or not has_backup()
+        with self._alone:
+            self._is_lost = self.is_torn = self.is_torn or not has_backup()
+        if self.member is not None and self._is_lost:
+            self.member.lost()
         if self._weights is not None:
             try:
                 self._weights.unpublish()
@@ -195,6 +216,11 @@ class Receiver:
             self._adapters[name] = self._fetched
             if len(self._adapters) > ADAPTERS_MAX:
                 del self._adapters[next(iter(self._adapters))]
+
+    @property
+    def _alone(self) -> AbstractContextManager[object]:
+        """Within it nothing else uses the model."""
+        return nullcontext() if self.member is None else self.member.part.lock
 
     def spare(self) -> None:
         """Have the end of a session leave alone what it must not process."""
@@ -245,38 +271,53 @@ class Receiver:
 
     def _get_ready(self, order: Order) -> Plan | None:
         """The plan for this version. Without a plan: there is nothing to write."""
-        known = None if self._hub is None or self._joined is None else self._joined.address
-        lasting = replace(order, purpose="join", version=-1, content_id=None, adapter="", nonce="")
-        # for adapters it does not matter how the base is updated
-        if known != order.address if order.purpose == "join" else lasting != self._joined:
-            self.close()
-            self._joined = lasting
+        if self.member is not None:
+            self._check_allowed(order)
+            return None
+        self._join(order)
         second = self._second_model()
         second.spare()
         if sglang_sleep.is_asleep():
             raise StateError(SLEEPS)
-        if self._hub is None:
-            options = Options(host_memory_bytes=order.host_memory_bytes)
-            self._hub = sync.connect(order.address, options=bounded(options, order.timeout_s))
-        adapter = self._adapters.get(order.adapter)
-        if adapter is not None and not adapter.is_current():
-            raise adapter.conflict()
+        self._check_adapter(order)
         if order.purpose != "update":
             return None
+        assert self._hub is not None
         served, cluster = self._served, (order.address, order.model)
         if served and (served.address, served.model) == cluster and not self.is_torn:
             if served.content_id is not None and served.content_id == order.content_id:
                 return None
             self._check_is_newer(self._hub, served, order)
-        asked = published_tensors(
-            self._hub._async, order.model, order.version, order.timeout_s, self._published
-        )
-        self._published = finish_blocking(asked)
-        if self._plan is None or self._plan.specs != self._published.kinds:
-            self._make_plan(self._hub, second, order, self._published.kinds)
-        assert self._plan is not None
-        self._check_live(self._plan, second)
-        return self._plan
+        plan, _ = self._plan_for(order.version)
+        if self._weights is None and plan.in_place and not plan.missing:
+            self._weights = self.register(plan.in_place)
+        self._check_live(plan, second)
+        return plan
+
+    def _check_allowed(self, order: Order) -> None:
+        """Of the orders to a member of a fleet."""
+        assert self._joined is not None
+        if order.purpose in ("update", "fleet") or order.address != self._joined.address:
+            raise StateError(IN_FLEET)
+        if sglang_sleep.is_asleep():
+            raise StateError(SLEEPS)
+        self._check_adapter(order)
+
+    def _check_adapter(self, order: Order) -> None:
+        adapter = self._adapters.get(order.adapter)
+        if adapter is not None and not adapter.is_current():
+            raise adapter.conflict()
+
+    def _join(self, order: Order) -> None:
+        known = None if self._hub is None or self._joined is None else self._joined.address
+        lasting = order.lasting()
+        # for adapters it does not matter how the base is updated
+        if known != order.address if order.purpose == "join" else lasting != self._joined:
+            self.close()
+            self._joined = lasting
+        if self._hub is None:
+            options = Options(host_memory_bytes=order.host_memory_bytes)
+            self._hub = sync.connect(order.address, options=bounded(options, order.timeout_s))
 
     @staticmethod
     def _check_is_newer(hub: sync.Hub, served: Order, order: Order) -> None:
@@ -294,34 +335,54 @@ class Receiver:
                 f"{text}; to go back, call hub.rollback({order.model!r}, to=...) and publish anew"
             )
 
-    def _make_plan(self, hub: sync.Hub, second: SecondModel, order: Order, specs: Specs) -> None:
-        self._forget()
+    def _plan_for(self, version: int) -> tuple[Plan, VersionInfo]:
+        """Made once, and again when the published tensors change."""
+        assert self._hub is not None
+        assert self._joined is not None
+        joined = self._joined
+        asked = published_tensors(
+            self._hub._async, joined.model, version, joined.timeout_s, self._published
+        )
+        published = self._published = finish_blocking(asked)
+        if self._plan is None or self._plan.specs != published.kinds:
+            self._forget()
+            with self._alone:
+                self._plan = self._new_plan(self._second_model(), joined.model, published.kinds)
+        return self._plan, published.version
+
+    @staticmethod
+    def _new_plan(second: SecondModel, model: str, specs: Specs) -> Plan:
         if (stages := parallel_state.get_pp_group().world_size) > 1:
             raise StateError(
                 f"an engine with pipeline-parallel stages ({stages}) cannot be updated"
             )
         plan = make(second, specs)
         check_release("SGLang", SGLANG_VERSION, TESTED, probe=lambda: probe(second, plan))
-        self._plan = plan
-        if plan.in_place and not plan.missing:
-            sources = plan.recording.sources
-            self._weights = hub.register(
-                order.model,
-                plan.in_place,
-                sources={name: sources.get(name, []) for name in plan.in_place},
-                group=order.replica,
-                rank=parallel_state.get_tensor_model_parallel_rank(),
-                world_size=parallel_state.get_tensor_model_parallel_world_size(),
-                spot=True,
-                partial=True,
-            )
         log.info(
             "sglang_plan",
-            model=order.model,
+            model=model,
             in_place=len(plan.in_place),
             loaded=[layer.name for batch in plan.loaded for layer in batch.layers],
             computed=plan.recording.computed,
             unread=plan.recording.unread,
+        )
+        return plan
+
+    def register(self, tensors: Mapping[str, torch.Tensor], word: str = "") -> sync.Weights:
+        """What this rank reads in place. `word`: another one for each at the same time."""
+        assert self._hub is not None
+        assert self._joined is not None
+        assert self._plan is not None
+        sources = self._plan.recording.sources
+        return self._hub.register(
+            self._joined.model,
+            tensors,
+            sources={name: sources.get(name, []) for name in tensors},
+            group=f"{self._joined.replica}{word}",
+            rank=parallel_state.get_tensor_model_parallel_rank(),
+            world_size=parallel_state.get_tensor_model_parallel_world_size(),
+            spot=True,
+            partial=True,
         )
 
     def _forget(self) -> None:
@@ -354,38 +415,80 @@ class Receiver:
         """
         if self._is_agreed:
             return
-        said = _of_all_ranks((plan.missing, plan.unexpected, plan.recording.unread))
-        missing = list(dict.fromkeys(each for rank in said for each in rank[0]))
-        unexpected = list(dict.fromkeys(each for rank in said for each in rank[1]))
-        unread = set.intersection(*(set(rank[2]) for rank in said))
+        error = self.mismatch(_of_all_ranks(plan.faults))
+        self._is_agreed = error is None
+        if error is not None:
+            raise _Failed(Outcome.of(error, "torn" if self.is_torn else "intact"))
+
+    def mismatch(self, faults: Sequence[Faults]) -> TensorHubError | None:
+        """Why what is published does not fit, given each rank's faults."""
+        assert self._joined is not None
         config = getattr(self._model, "config", None)
-        known = [
-            *order.unused,
-            *(["*lm_head.weight"] if getattr(config, "tie_word_embeddings", False) else []),
-        ]
-        unexpected += [
-            f"{name!r}: the model's loader leaves it alone"
-            for name in plan.specs
-            if name in unread and not any(fnmatchcase(name, each) for each in known)
-        ]
-        self._is_agreed = not missing and not unexpected
-        if self._is_agreed:
-            return
-        texts = []
-        if missing:
-            texts.append(
-                f"{len(missing)} parameter(s) of the engine are not in what is published as "
-                f"{order.model!r}: {some(missing, '; ', most=100)}; publish them under the names "
-                f"of the checkpoint{wrapped(plan.specs, _names(missing))}"
-            )
-        if unexpected:
-            texts.append(
-                f"load_weights has no place for {len(unexpected)} published tensor(s): "
-                f"{some(unexpected, '; ', most=100)}; publish without them, or name them in "
-                f"Trainer(unused=)"
-            )
-        error = ManifestMismatch("; and ".join(texts), differences=(*missing, *unexpected))
-        raise _Failed(Outcome.of(error, "torn" if self.is_torn else "intact"))
+        is_tied = getattr(config, "tie_word_embeddings", False)
+        known = [*self._joined.unused, *(["*lm_head.weight"] if is_tied else [])]
+        return mismatch(self._joined.model, faults, known)
+
+    # --------------------------------------------------------------------------------------------
+    # a fleet with one version: see sglang_one_version
+
+    def start(self, scheduler: Any, address: list[str], model: str, **fleet: Any) -> None:
+        """Join a fleet as the engine starts, and wait until the version that was committed is
+        served, if one was. Raises what `join_fleet` does.
+        """
+        word = _of_all_ranks(secrets.token_hex(8))[0]
+        order = Order(address, model, f"sglang-{word}", purpose="fleet", fleet=fleet)
+        with torch.inference_mode(False), torch.no_grad():
+            self.on_all_ranks(lambda: self._get_ready(order))
+            self.join_fleet(lambda: scheduler, order)
+            engine = self.member and self.member.engine
+            self.on_all_ranks(lambda: engine and engine.start(order.timeout_s))
+
+    def join_fleet(self, find: Callable[[], Any], order: Order) -> str:
+        """From now on each batch of the scheduler has a version that may be served. Returns the
+        URL for `OneVersion`, on rank 0; raises _Failed.
+        """
+        hub = self._hub
+        assert hub is not None
+
+        def made() -> tuple[Any, Member]:
+            scheduler = find()
+            return scheduler, sglang_one_version.member(scheduler, self, hub, order)
+
+        self._forget()
+        scheduler, member = self.on_all_ranks(made)
+        self.member = member
+        sglang_one_version.begin_together(scheduler, member)
+        return "" if member.engine is None else member.engine.url
+
+    def plan(self) -> Plan:
+        """Raises StateError: there is none any more."""
+        if self._plan is None:
+            raise StateError("the engine's tensors are others now: it takes all of a version anew")
+        return self._plan
+
+    def planned(self, version: int) -> tuple[VersionInfo, Plan]:
+        plan, info = self._plan_for(version)
+        return info, plan
+
+    def write(self, tensors: Mapping[str, torch.Tensor], info: VersionInfo, points: bool) -> None:
+        """Have the model hold these. `points`: its tensors become these, and are not copied."""
+        plan, second, joined = self.plan(), self._second, self._joined
+        assert second is not None
+        assert joined is not None
+        self._check_live(plan, second)
+        self.is_torn = True
+        live = tensors_of(second.live) if points else {}
+        for name, tensor in tensors.items():
+            if points:
+                live[name].data = plan.in_place[name] = tensor
+            else:
+                plan.in_place[name].copy_(tensor)
+        if self._is_lost:
+            second.refill(plan.recording.needs)
+            self._is_lost = False
+        second.post_load()
+        self._served = replace(joined, version=info.version, content_id=info.content_id)
+        self.is_torn = False
 
     # ----------------------------------------------------------------------------------------------
     # it is written
@@ -437,8 +540,9 @@ class Receiver:
             raise StateError(
                 "no update has succeeded: there is nothing to compare the engine's weights with"
             )
-        self._check_live(self._plan, self._second)
-        self._compare(order)
+        with nullcontext() if self.member is None else self.member.step():
+            self._check_live(self._plan, self._second)
+            self._compare(order)
 
     def _compare(self, order: Order) -> None:
         """Compare this rank's tensors with what SGLang's own code makes of the published ones."""
@@ -491,11 +595,6 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
         other.stride(),
         other.dtype,
     )
-
-
-def _names(missing: Iterable[str]) -> list[str]:
-    """Of the parameters in these sentences of a plan's."""
-    return [each.partition(": ")[0].strip("'\"") for each in missing]
 
 
 def _of_all_ranks(value: Made) -> list[Made]:

@@ -6,13 +6,15 @@ Responsible for that decision, on one rank. Not responsible for carrying it out 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from tensorhub.errors import RegistrationError, StateError, some
+from tensorhub.errors import ManifestMismatch, RegistrationError, StateError, some
+from tensorhub.integrations.given import wrapped
 from tensorhub.integrations.probing import pattern, same_bytes
 from tensorhub.integrations.recording import Recording, Specs
 from tensorhub.integrations.sglang_layers import Layer, SecondModel, checkpoint
@@ -35,6 +37,18 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Faults:
+    """What keeps a publication from fitting, on one rank. `published`: the names; `unread`: those
+    that this rank leaves alone, and others perhaps do not.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    published: tuple[str, ...]
+    unread: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a publication of these tensors gets into the model: `in_place` where they lie, `loaded`
     by SGLang's loader. `missing`, `unexpected`: what keeps it from fitting, on this rank.
@@ -50,6 +64,11 @@ class Plan:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.in_place.values())
+
+    @property
+    def faults(self) -> Faults:
+        unread = tuple(self.recording.unread)
+        return Faults(self.missing, self.unexpected, tuple(self.specs), unread)
 
 
 def make(second: SecondModel, specs: Specs) -> Plan:
@@ -81,6 +100,45 @@ def make(second: SecondModel, specs: Specs) -> Plan:
     }
     loaded = tuple(batches(by_loader, found))
     return Plan(specs, found, in_place, loaded, *_unfit(second, specs, found, files))
+
+
+def mismatch(
+    model_name: str, faults: Sequence[Faults], known: Sequence[str]
+) -> ManifestMismatch | None:
+    """What is wrong with a publication, given each rank's faults: every rank needs what it has, and
+    every published tensor a place on some rank. SGLang's loaders say nothing of either. `known`:
+    names, with `*`, of tensors that need no place.
+    """
+    missing = list(dict.fromkeys(each for rank in faults for each in rank.missing))
+    unexpected = list(dict.fromkeys(each for rank in faults for each in rank.unexpected))
+    unread = set.intersection(*(set(rank.unread) for rank in faults))
+    published = faults[0].published
+    unexpected += [
+        f"{name!r}: the model's loader leaves it alone"
+        for name in published
+        if name in unread and not any(fnmatchcase(name, each) for each in known)
+    ]
+    texts = []
+    if missing:
+        texts.append(
+            f"{len(missing)} parameter(s) of the engine are not in what is published as "
+            f"{model_name!r}: {some(missing, '; ', most=100)}; publish them under the names "
+            f"of the checkpoint{wrapped(published, _names(missing))}"
+        )
+    if unexpected:
+        texts.append(
+            f"load_weights has no place for {len(unexpected)} published tensor(s): "
+            f"{some(unexpected, '; ', most=100)}; publish without them, or name them in "
+            f"Trainer(unused=)"
+        )
+    if not texts:
+        return None
+    return ManifestMismatch("; and ".join(texts), differences=(*missing, *unexpected))
+
+
+def _names(missing: Iterable[str]) -> list[str]:
+    """Of the parameters in these sentences of a plan's."""
+    return [each.partition(": ")[0].strip("'\"") for each in missing]
 
 
 def probe(second: SecondModel, plan: Plan) -> None:

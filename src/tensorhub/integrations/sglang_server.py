@@ -247,6 +247,31 @@ class Session:
         finally:
             self._end()
 
+    def join_fleet(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        token: str | None = None,
+        lease_s: float = 3.0,
+        called: str = "",
+    ) -> str:
+        """Have the engine join a fleet with one version on all engines, or on none (`one_version`):
+        from now on it generates with no other version, and `OneVersion` updates it. The arguments
+        are those of `one_version_engine.Engine`. A batch waits for a version for `timeout_s`; then
+        SGLang ends the engine. Returns the URL for `OneVersion`.
+
+        Raises StateError: the engine has a draft model, pipeline stages or data parallelism, or is
+        one of a fleet.
+        """
+        fleet = {"host": host, "port": port, "token": token, "lease_s": lease_s, "called": called}
+        self._look()
+        self._begin()
+        try:
+            return self._give(replace(self._order, purpose="fleet", fleet=fleet)).url
+        finally:
+            self._end()
+
     def update(self, info: VersionInfo) -> None:
         """Pause, have the engine take a version, and resume, unless the weights are torn, or may
         be. Raises what the engine's ranks have met.
@@ -381,7 +406,7 @@ class Session:
             shown_models = replace(self._order, purpose="show").tensors()
             _load(self.engine, shown_models, draft=True, flush_cache=False)
 
-    def _give(self, order: Order) -> None:
+    def _give(self, order: Order) -> Report:
         """Give the engine's loader an order. Raises what its ranks have met. An engine that says
         that it has loaded, and has not asked the loader, is found out here.
         """
@@ -400,6 +425,7 @@ class Session:
             )
         if report.failed is not None:
             raise report.failed.error()
+        return report
 
 
 def _load(engine: Engine, tensors: Tensors, *, draft: bool = False, **fields: Any) -> None:

@@ -11,16 +11,16 @@ Responsible for these texts. Not responsible for sending them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Self
 
 import torch
 
 from tensorhub.errors import BY_NAME, InvalidValue, Memory, StateError, TensorHubError, shown
 from tensorhub.integrations.http_calls import parsed
 
-Purpose = Literal["update", "check", "join", "show"]
+Purpose = Literal["update", "check", "join", "show", "fleet"]
 LOADER = "tensorhub.integrations.sglang.load"
 PREFIX = "tensorhub:"
 # names of parameters, by which a trainer asks the loader
@@ -31,6 +31,7 @@ SLEEPS = (
     "the engine sleeps, and its weights have no memory: call "
     'resume_memory_occupation(tags=["weights"]) first, and then repeat this'
 )
+IN_FLEET = "this engine is one of a fleet, and has its versions by `OneVersion`"
 # releases of SGLang that the tests ran with
 TESTED = ("0.5.10", "0.5.12", "0.5.15", "0.5.23")
 SESSIONS_SINCE = (0, 5, 21)  # releases that refuse an update outside of a session
@@ -56,11 +57,12 @@ def check_loader(engine: str, loaders: Sequence[str] | None) -> None:
 @dataclass(frozen=True)
 class Order:
     """What an engine's loader is to do. `purpose`: take this version, compare what the engine has
-    with it, join the cluster, or note the models that it is called with, of which one is the
-    draft's. `replica`: the trainer's word for this engine. `unused`: names of published tensors,
-    with `*`, that the model's loader may leave alone. `has_draft`: the draft model takes the
-    version, too. `adapter`: one that the engine has loaded, MODEL@VERSION, which is to be that
-    version still. `nonce`: a word that no other order has.
+    with it, join the cluster, or a fleet with one version, or note the models that it is called
+    with, of which one is the draft's. `replica`: the trainer's word for this engine. `unused`:
+    names of published tensors, with `*`, that the model's loader may leave alone. `has_draft`: the
+    draft model takes the version, too. `adapter`: one that the engine has loaded, MODEL@VERSION,
+    which is to be that version still. `fleet`: settings of `one_version_engine.Engine`. `nonce`: a
+    word that no other order has.
     """
 
     address: list[str]
@@ -74,7 +76,13 @@ class Order:
     unused: tuple[str, ...] = ()
     has_draft: bool = False
     adapter: str = ""
+    fleet: Mapping[str, Any] = field(default_factory=dict)
     nonce: str = ""
+
+    def lasting(self) -> Self:
+        """What of it holds for later orders, too."""
+        once: dict[str, Any] = {"version": -1, "content_id": None, "adapter": "", "nonce": ""}
+        return replace(self, purpose="join", fleet={}, **once)
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         return [(PREFIX + json.dumps(asdict(self)), torch.empty(0))]
@@ -126,11 +134,12 @@ class Outcome:
 @dataclass(frozen=True)
 class Report:
     """What a loader says of the last order that it was given: its `nonce`, and how it has failed,
-    if so.
+    if so. `url`: of the seat in a fleet that it has joined.
     """
 
     nonce: str
     failed: Outcome | None = None
+    url: str = ""
 
     def encode(self) -> list[float]:
         """As SGLang passes on a parameter: in numbers."""
@@ -144,6 +153,6 @@ class Report:
             failed = said.pop("failed")
             if failed is not None:
                 failed = Outcome(**{**failed, "differences": tuple(failed["differences"])})
-            return cls(**said, failed=failed)
+            return cls(f"{said.pop('nonce')}", failed, f"{said.pop('url', '')}", **said)
         except (TypeError, ValueError, AttributeError, KeyError, OverflowError):
             return None

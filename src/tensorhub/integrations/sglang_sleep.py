@@ -55,3 +55,12 @@ def is_asleep() -> bool:
             return GPU_MEMORY_TYPE_WEIGHTS in tags
         frame = caller
     return False
+
+
+def sleeps(scheduler: Any) -> bool:
+    """Whether the memory of this scheduler's weights is away, or coming back: SGLang writes them
+    last of all.
+    """
+    its = getattr(scheduler, "weight_updater", scheduler)
+    is_away = GPU_MEMORY_TYPE_WEIGHTS in its.offload_tags
+    return is_away or getattr(its, "stashed_model_static_state", None) is not None
