@@ -15,6 +15,7 @@ from tensorhub.coordinator import (
     Connected,
     Decision,
     Outlived,
+    Publication,
     Received,
     Send,
     limits,
@@ -22,7 +23,8 @@ from tensorhub.coordinator import (
 from tensorhub.errors import LeaseLost
 from tensorhub.messages import FromWorker, Held, Join, Refused, Register, Watch
 from tensorhub.testing import DEVICE, StepwiseCluster
-from tensorhub.types import Location, Medium, OpKey, Purpose
+from tensorhub.types import HandleState, Location, Medium, OpKey, Purpose
+from tensorhub.worker.active_call import DEADLINE_SLACK_S
 from tests.worker.test_member import published
 
 SESSION = 77
@@ -185,3 +187,54 @@ def test_ranks_that_remember_a_commit_are_told_once_that_state_was_lost(
     assert all(isinstance(each.error, LeaseLost) for each in asked)
     come_back(cluster)  # what they were told before counts no more
     assert not reasons
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize("is_in_doubt", [False, True])
+def test_a_single_trainer_that_writes_its_memory_remembers_its_publication(
+    is_in_doubt: bool, is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds nothing meanwhile. Else `latest` would silently name the version before."""
+    cluster, trainer, (reader,) = published("reader")
+    reasons = list[str]()
+    monkeypatch.setattr(cluster, "begin_anew", lambda term, why: reasons.append(why))
+    reader.replicate()  # no record is made of it
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run(until=lambda: cluster.unstored)
+    if is_in_doubt:
+        trainer.worker.disconnect()
+        trainer.apply(trainer.member.cancel(TimeoutError(), cluster.now))
+        cluster.advance(2 * DEADLINE_SLACK_S)
+        assert trainer.member.state is HandleState.IN_DOUBT
+        trainer.worker.connect()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    assert trainer.member.state is HandleState.EMPTY
+    if is_lost:
+        cluster.take_older_state(len(cluster.store) - 1)
+    come_back(cluster)
+    assert len(reasons) == is_lost
+    assert "that actor/trainer@4294967297#1 is committed" in "".join(reasons) or not is_lost
+
+
+def test_a_rank_with_other_content_under_the_number_of_its_groups_commit_is_heeded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An older copy of the state has led meanwhile, and the newer one is back. Else two contents of
+    one version would be held in silence.
+    """
+    cluster, reasons = StepwiseCluster(), list[str]()
+    monkeypatch.setattr(cluster, "begin_anew", lambda term, why: reasons.append(why))
+    for rank in cluster.group("trainer", 2):
+        rank.publish(1)
+    cluster.run()
+    (entry,) = cluster.store
+    assert isinstance(entry, Publication)
+    cluster.store[:] = [dataclasses.replace(entry, content_id="another")]
+    cluster.is_older = True
+    come_back(cluster)
+    assert reasons[0] == "a worker was told of version 1 of 'actor', lineage 0: other content"

@@ -165,10 +165,8 @@ class Announcements:
             group.world_size > 1 and member.said.purpose is Purpose.USE
         ):  # a prefetch may commit to what its handles hold already
             committed = cluster.committed_content(group.model.name, group.name)
-        if held.voted or committed not in (None, held.content_id):
+        if held.voted:
             return True
-        if not (member.said.serves and held.manifest):
-            return False
         # a copy may be of an archive of another cluster, and a message may have waited for a fence
         # since before the state was lost
         session = member.worker.session
@@ -176,6 +174,10 @@ class Announcements:
         if held.lineage is not None and member.said.purpose is Purpose.USE and remembers:
             told = held.lineage, held.version, held.content_id
             cluster.outlived(beyond_record(group.model.name, group.model, *told))
+        if committed not in (None, held.content_id):
+            return True
+        if not (member.said.serves and held.manifest):
+            return False
         version = group.model.versions.get(held.version)
         if version is None or not version.visible or version.info.content_id != held.content_id:
             return False

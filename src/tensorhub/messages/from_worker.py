@@ -107,8 +107,8 @@ class Register:
     group's layout. `part_ids` name it in detail where the tensors are parts, and `parts` are those
     of them that RegisterAgain has asked for. `partial`: the group may leave published bytes unread.
 
-    `committed`, in a group of several ranks: its newest operation of which this rank was told that
-    it is committed, and so recorded.
+    `committed`: the group's newest recorded operation of which this rank was told that it is
+    committed. Publishes are recorded, and fills by several ranks.
     """
 
     request: U64

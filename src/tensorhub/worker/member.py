@@ -577,7 +577,11 @@ class Member:
 
     def _outcome(self, message: messages.Outcome) -> None:
         call = self.running
-        was_left = self._session.heard(message.key, committed=message.committed)
+        doubted = self._memory.doubt == message.key and self._memory.publishes
+        running = isinstance(call, Publishing) and call.key == message.key
+        was_left = self._session.heard(
+            message.key, committed=message.committed, publishes=doubted or running
+        )
         if self._memory.doubt == message.key:
             self._memory.resolve(message)
             self._heard_retained(message)

@@ -464,7 +464,7 @@ class MemberMemory(Stateful[HandleState]):
 
     def _lose_doubt(self) -> None:
         intact, why = (
-            self.staged is not None or self._publishes,
+            self.staged is not None or self.publishes,
             "in doubt, and the coordinator has lost its state",
         )
         self.doubt = None
@@ -508,7 +508,7 @@ class MemberMemory(Stateful[HandleState]):
         self._become(HandleState.IN_DOUBT, "voted, outcome unknown")
 
     @property
-    def _publishes(self) -> bool:
+    def publishes(self) -> bool:
         """Whether the operation in doubt is a publication: the coordinator mints its content id."""
         return (
             self.staged is None and self.content is not None and not self.content.version.content_id
@@ -520,7 +520,7 @@ class MemberMemory(Stateful[HandleState]):
         """
         assert self.doubt is not None
         rank = self._context.shard.rank
-        if vote and not self._publishes:
+        if vote and not self.publishes:
             content = self.staged or self.content
             root, roots = (content.root, content.roots) if content is not None else (b"", ())
             self._context.say(Prepared(self.doubt, rank, root, roots))
@@ -539,7 +539,7 @@ class MemberMemory(Stateful[HandleState]):
             self.restate_after(outcome.key)
         else:
             self._give_up_held(
-                HandleState.EMPTY if self._publishes else HandleState.TORN,
+                HandleState.EMPTY if self.publishes else HandleState.TORN,
                 "doubt resolved: aborted",
             )
 

@@ -114,7 +114,7 @@ class RegistrationSession:
         self._epoch = 0
         self._sequence = 0  # of the next group call
         self.lineage: int | None = None  # the model's, as far as it was heard of
-        # the group's newest operation that it was told is committed, in this cluster
+        # the group's newest recorded operation that it was told is committed, in this cluster
         self.committed: OpKey | None = None
         # what the key of the next group call would have been at former coordinators
         self.untaken: tuple[OpKey, ...] = ()
@@ -172,7 +172,7 @@ class RegistrationSession:
             part_ids=s.part_ids,
             parts=tuple(parts),
             partial=s.declared is not None and s.declared.partial,
-            committed=self.committed if s.world_size > 1 else None,
+            committed=self.committed,
         )
 
     def asked(self, request: int) -> bool:
@@ -221,9 +221,11 @@ class RegistrationSession:
         self.left = Abandon(key, self.shard.rank, error)
         return self.left
 
-    def heard(self, key: OpKey, *, committed: bool) -> bool:
-        """That operation's outcome is known now; True if this rank had left the operation."""
-        if committed:
+    def heard(self, key: OpKey, *, committed: bool, publishes: bool) -> bool:
+        """That operation's outcome is known now; True if this rank had left the operation. Of a
+        single rank only publishes are recorded.
+        """
+        if committed and (publishes or self.shard.world_size > 1):
             self.committed = max(key, self.committed or key)
         if self.left is None or self.left.key != key:
             return False
