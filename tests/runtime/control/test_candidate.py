@@ -8,12 +8,14 @@ import contextlib
 import errno
 import math
 import os
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import anyio
 import pytest
+from anyio import wait_all_tasks_blocked
 
-from tensorhub.coordinator import Durable
+from tensorhub.coordinator import Durable, Entry, Persist, Retention
 from tensorhub.errors import TensorHubError
 from tensorhub.runtime.control import candidate
 from tensorhub.runtime.control.candidate import Candidate
@@ -30,6 +32,25 @@ AGAIN_S = 2.0**-7  # which nothing else sleeps
 class Full(MemoryStore):
     def begin_anew(self) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Slow(MemoryStore):
+    """It writes until it may end."""
+
+    blocks = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.took: list[str] = []
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        self.has_begun.set()
+        self.may_end.wait()
+        self.took.append("a write")
+
+    def begin_anew(self) -> None:
+        self.took.append("the new cluster")
 
 
 class Ended(MemoryStore):
@@ -66,6 +87,23 @@ async def test_a_full_disk_as_the_cluster_begins_anew_ends_the_term_alone(
     [lost] = [each for each in caplog.messages if "leadership_lost" in each]
     assert "a worker remembers more" in lost
     assert os.strerror(errno.ENOSPC) in lost
+
+
+async def test_a_cluster_begins_anew_once_the_running_write_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A store takes one write at a time, and the next term may not find out again."""
+    monkeypatch.setattr(candidate, "AGAIN_S", AGAIN_S)
+    stores = [slow := Slow(), Slow()]
+    async with leads(LocalElection(lambda address: stores.pop(0))) as (made, first):
+        first._unrecorded.append(Persist(1, 1, Retention("m", 1)))
+        first._record_wanted.set()
+        await until(slow.has_begun.is_set)
+        first._is_outlived.set()
+        await wait_all_tasks_blocked()
+        slow.may_end.set()
+        await until(lambda: made.server not in (None, first))
+    assert slow.took == ["a write", "the new cluster"]
 
 
 async def test_terms_that_end_at_once_follow_one_another_at_a_pace(

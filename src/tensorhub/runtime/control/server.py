@@ -115,6 +115,7 @@ class CoordinatorServer:
         self._sessions_minted = 0
         self._unrecorded: list[Persist] = []
         self._record_wanted = anyio.Event()
+        self._writing = anyio.Lock()  # the store takes one write at a time
         self._asked: list[int] = []  # sessions of which the core asks whether anything lies unread
         self._look_wanted = anyio.Event()
         self._lost: list[WorkerLost] = []  # of which the log says nothing yet
@@ -306,7 +307,8 @@ class CoordinatorServer:
             entries = [action.entry for action in batch]
             try:
                 if self._store.blocks:
-                    await anyio.to_thread.run_sync(self._store.write, entries)
+                    async with self._writing:
+                        await anyio.to_thread.run_sync(self._store.write, entries)
                 else:
                     self._store.write(entries)
             except Deposed:
@@ -361,7 +363,8 @@ class CoordinatorServer:
         log.error("coordinator_outlived", cluster=self._store.cluster, reason=self._outlived)
         text = f"the cluster begins anew, as its state is older: {self._outlived}"
         try:
-            await anyio.to_thread.run_sync(self._store.begin_anew)
+            async with self._writing:
+                await anyio.to_thread.run_sync(self._store.begin_anew)
         except Deposed:
             raise
         except OSError as error:  # a full disk: the next term finds out anew
