@@ -92,6 +92,12 @@ def test_what_a_reader_uses_stays() -> None:
     assert decide(entries, Keep(1)).manifests == ("m/0-2.0", "m/0-1.0", "m/0-0.0")
 
 
+def test_what_a_reader_uses_keeps_nothing_else() -> None:
+    entries = [*chains(2), entry(1, turn=1), entry(3)]  # it began before 1 was stored anew
+    uses = {"m/0-0.0", "m/0-1.0", "m/0-2.0"}
+    assert decide(entries, Keep(1), uses).manifests == ("m/0-1.1",)
+
+
 @pytest.mark.parametrize(("latest", "every"), [(0, 0), (-1, 1), (1, -1)])
 def test_keeping_nothing_is_refused(latest: int, every: int) -> None:
     with pytest.raises(InvalidValue, match="keep the newest 1 or more"):

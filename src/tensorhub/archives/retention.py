@@ -77,15 +77,14 @@ class Decision:
 
 
 def decide(entries: Collection[Entry], keep: Keep, in_use: Collection[str] = ()) -> Decision:
-    """What to do. `in_use`: paths of manifests of chains that readers are using."""
+    """What to do. `in_use`: paths of manifests that readers are using, each with its whole
+    chain.
+    """
     newest: dict[Key, Entry] = {}
     for entry in sorted(entries, key=lambda each: each.turn):
         newest[entry.key] = entry
     wanted = keep.chosen(newest)
-    staying, anchor_first = set[str](), list[Key]()
-    for entry in entries:
-        if entry.path in in_use:
-            staying.update([entry.path, *(each.path for each in _chain(entry.base, newest))])
+    staying, anchor_first = {each.path for each in entries if each.path in in_use}, list[Key]()
     for key in sorted(wanted):
         chain = _chain(key, newest)
         spare = [each for each in chain if each.key not in wanted and each.path not in staying]
@@ -108,10 +107,10 @@ def decide(entries: Collection[Entry], keep: Keep, in_use: Collection[str] = ())
     )
 
 
-def _chain(key: Key | None, newest: Mapping[Key, Entry]) -> Sequence[Entry]:
+def _chain(key: Key, newest: Mapping[Key, Entry]) -> Sequence[Entry]:
     """The version and its bases, up to the first that is not there."""
-    found = []
-    while key is not None and key in newest:
-        found.append(newest[key])
-        key = newest[key].base
+    found, at = list[Entry](), newest.get(key)
+    while at is not None:
+        found.append(at)
+        at = None if at.base is None else newest.get(at.base)
     return found
