@@ -20,7 +20,7 @@ from tensorhub.coordinator import (
     Send,
     limits,
 )
-from tensorhub.errors import LeaseLost
+from tensorhub.errors import LeaseLost, VersionConflict
 from tensorhub.messages import FromWorker, Held, Join, Refused, Register, Watch
 from tensorhub.testing import DEVICE, StepwiseCluster
 from tensorhub.types import HandleState, Location, Medium, OpKey, Purpose
@@ -153,10 +153,11 @@ def test_nothing_follows_a_later_join() -> None:
 
 
 def come_back(cluster: StepwiseCluster) -> None:
-    """The coordinator restarts, and all its workers connect again."""
+    """The coordinator restarts, and its live workers connect again."""
     cluster.restart()
     for worker in cluster.workers.values():
-        worker.connect()
+        if worker.alive:
+            worker.connect()
     cluster.run()
 
 
@@ -238,3 +239,30 @@ def test_a_rank_with_other_content_under_the_number_of_its_groups_commit_is_heed
     cluster.is_older = True
     come_back(cluster)
     assert reasons[0] == "a worker was told of version 1 of 'actor', lineage 0: other content"
+
+
+def test_a_vote_on_one_copy_of_the_state_is_none_in_an_operation_on_another() -> None:
+    """The coordinator is started on an older copy by mistake, and on the newer one again. On both a
+    coordinator of one epoch has led, to which the same group made its first call.
+    """
+    cluster, one, _ = published()
+    one.unpublish()
+    come_back(cluster)
+    one.publish(2)
+    cluster.run()
+    one.worker.crash()
+    newer, epoch = list(cluster.store), cluster.store.epoch
+    cluster.take_older_state(0)
+    cluster.restart()
+    assert cluster.store.epoch == epoch
+    two = cluster.handle("two", "trainer")
+    cluster.run()
+    asked = two.publish(2)
+    cluster.run("store")
+    cluster.coordinator_died(kept=0)
+    cluster.store.extend(newer)
+    cluster.guarantees.state_replaced([], cluster.store)
+    come_back(cluster)
+    with pytest.raises(VersionConflict):
+        _ = asked.number
+    assert two.member.state is HandleState.EMPTY

@@ -66,6 +66,9 @@ class Coordinator(Stateful[CoordinatorState]):
 
     `cluster`: the id of its durable state. `epoch`: larger than the epochs of all earlier
     coordinators on that state. `term`: of no other coordinator; "": no worker may rely on that.
+    `epochs_from`: a number by chance, small beside 2**32, from which the epochs of groups count. A
+    coordinator on another copy of the state may have the same epoch; no operation there has the key
+    of one here.
     `ids`: mints ids that are unique in the cluster. `durable`: the content of the store at the
     start. `wall_offset_s`: what makes `now` seconds since 1970, for people.
     """
@@ -84,10 +87,12 @@ class Coordinator(Stateful[CoordinatorState]):
         durable: Durable | None = None,
         wall_offset_s: float = 0.0,
         term: str = "",
+        epochs_from: int = 0,
     ) -> None:
         super().__init__(CoordinatorState.RECOVERING)
         observations = Observations(wall_offset_s, epoch)
         self.cluster = Cluster(cluster, epoch, term, options, ids, observations)
+        self.cluster.epochs_minted += epochs_from
         self.cluster.now = self.cluster.began_at = self.cluster.listens_since = now
         self._versions = Versions(self.cluster)
         self._retentions = Retentions(self.cluster)

@@ -106,6 +106,22 @@ async def test_a_cluster_begins_anew_once_the_running_write_is_over(
     assert slow.took == ["a write", "the new cluster"]
 
 
+async def test_no_two_coordinators_give_operations_the_same_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On two copies of one state they may have one epoch."""
+    monkeypatch.setattr(candidate, "AGAIN_S", AGAIN_S)
+    store = MemoryStore()
+    async with leads(LocalElection(lambda address: store)) as (made, first):
+        first._term_over.set()
+        await until(lambda: made.server not in (None, first))
+        assert made.server is not None
+        clusters = [each.show()[0].cluster for each in (first, made.server)]
+        epochs = [each.mint_epoch() for each in clusters]
+    assert epochs[0] != epochs[1]
+    assert {epoch >> 32 for epoch in epochs} == {store.epoch}
+
+
 async def test_terms_that_end_at_once_follow_one_another_at_a_pace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -68,6 +68,7 @@ from tensorhub.runtime.control.session import Kind, ReadOnlyAnswers, Session, Tu
 from tensorhub.transport import sockets
 from tensorhub.types import Options
 
+EPOCHS_FROM_MAX = 2**24  # a coordinator may mint 2**32
 LAST_WORDS_S = 5.0  # for what a session that is to be closed still has to hear
 LOST_NAMED_MAX = 16  # workers, of those that are lost within TALLY_S
 SILENT_PER_STEP = 64  # sessions; each may end a worker
@@ -183,6 +184,7 @@ class CoordinatorServer:
             durable=durable,
             wall_offset_s=time.time() - self._now(),
             term=secrets.token_hex(8),
+            epochs_from=secrets.randbelow(EPOCHS_FROM_MAX),
         )
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_term)

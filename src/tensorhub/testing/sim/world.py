@@ -257,6 +257,7 @@ class World(Driver):
         epoch, found = self.store.begin()
         self._called.clear()
         self.losses.forget()
+        number = next(self._terms)
         core = Coordinator(
             cluster=self.ident,
             epoch=epoch,
@@ -264,7 +265,9 @@ class World(Driver):
             ids=lambda: f"id{next(self.ids)}",
             now=self.clock,
             durable=Durable.of(found) if epoch > 1 else None,
-            term=f"term{next(self._terms)}",
+            term=f"term{number}",
+            # as by chance; histories without an older copy are told in small numbers
+            epochs_from=number << 8 if self.was_older else 0,
         )
         if self.read_only_max:
             core.cluster.read_only.sessions_max = self.read_only_max
