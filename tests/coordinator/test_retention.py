@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.coordinator import Tick, limits
+from tensorhub.coordinator import Tick, Unpinned, limits
 from tensorhub.coordinator.entities import Model
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, VersionUnavailable
 from tensorhub.messages import RetainedAck
@@ -500,6 +500,25 @@ def test_a_pin_outlives_its_coordinator_as_long_as_its_worker_may_come_back() ->
     assert asked.has_ended()
     cluster.restart()
     assert model_of(cluster).pins == {}
+
+
+def test_a_pin_that_has_ended_does_not_come_back_with_an_older_copy_of_the_state() -> None:
+    """Else its version would have to stay for as long as its worker lives."""
+    cluster, trainer, (evaluator,) = retained(0, "evaluator")
+    kept, ended = ask_pin(cluster, evaluator), ask_pin(cluster, evaluator)
+    evaluator.worker.asks.unpin(ended)
+    cluster.run()
+    assert isinstance(cluster.store[-1], Unpinned)
+    cluster.take_older_state(len(cluster.store) - 1)
+    cluster.restart()
+    for handle in (trainer, evaluator):
+        handle.worker.connect()
+    cluster.run()
+    assert set(model_of(cluster).pins) == {kept, ended}
+    cluster.advance(11)
+    assert set(model_of(cluster).pins) == {kept}
+    cluster.restart()
+    assert set(model_of(cluster).pins) == {kept}
 
 
 # --------------------------------------------------------------------------------------------------

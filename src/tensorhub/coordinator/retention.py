@@ -8,8 +8,8 @@ single question whether a holder may leave. Not responsible for the consequences
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Durable, Pinned, Retention, Unpinned
@@ -39,6 +39,8 @@ class Retentions:
     """The only component that changes models' retention and pins."""
 
     _cluster: Cluster
+    # pins of a former coordinator that no worker has said again; none after the recovery
+    _unsaid: set[str] = field(default_factory=set, init=False)
 
     # -- the question
 
@@ -271,6 +273,7 @@ class Retentions:
         model = self._cluster.models.get(message.model)
         known = model.pins.get(message.pin) if model is not None else None
         if known is not None and known.incarnation == worker.incarnation:
+            self._unsaid.discard(known.pin)
             undone = [
                 *self._cluster.pending_writes.values(),
                 *(model.notices.unanswered if model is not None else ()),
@@ -298,6 +301,7 @@ class Retentions:
         content_id = model.versions[message.version].info.content_id
         pinned = Pinned(message.pin, worker.incarnation, model.name, message.version, content_id)
         self._cluster.touch(model)
+        self._unsaid.discard(message.pin)
         # it counts at once, so that no holder leaves while the pin is being recorded
         self._cluster.add_pin(model, pinned)
         self._record(PendingWrite(model, message, worker.session, self._cluster.now), pinned)
@@ -355,21 +359,25 @@ class Retentions:
                 and version.info.content_id == pin.content_id
             ):
                 self._cluster.add_pin(model, pin)
+                self._unsaid.add(pin.pin)
             else:
                 self._cluster.persist(Unpinned(pin.pin))
 
     def worker_gone(self, incarnation: str) -> None:
         """Its pins end with it."""
         if incarnation in self._cluster.pins:
-            self._drop_pins({incarnation})
+            self._drop_pins(lambda pin: pin.incarnation == incarnation)
 
     def recovery_over(self) -> None:
-        """A worker that has not come back within a lease is lost."""
-        self._drop_pins(self._cluster.pins.keys() - self._cluster.workers.keys())
+        """A worker that has not come back within a lease is lost. One that is back has said its
+        pins again: of an older copy of the state there may be further ones, which it has ended.
+        """
+        self._drop_pins(lambda pin: pin.pin in self._unsaid)
+        self._unsaid.clear()
 
-    def _drop_pins(self, gone: Set[str]) -> None:
+    def _drop_pins(self, is_gone: Callable[[Pinned], bool]) -> None:
         for model in self._cluster.models.values():
-            for pin in [pin for pin in model.pins.values() if pin.incarnation in gone]:
+            for pin in [pin for pin in model.pins.values() if is_gone(pin)]:
                 self._cluster.remove_pin(model, pin.pin)
                 self._cluster.persist(Unpinned(pin.pin))
                 self._cluster.touch(model)
