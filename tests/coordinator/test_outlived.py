@@ -21,7 +21,7 @@ from tensorhub.coordinator import (
     limits,
 )
 from tensorhub.errors import LeaseLost, VersionConflict
-from tensorhub.messages import FromWorker, Held, Join, Refused, Register, Watch
+from tensorhub.messages import FromWorker, Held, Join, Refused, Register, Watch, Welcome
 from tensorhub.testing import DEVICE, StepwiseCluster
 from tensorhub.types import HandleState, Location, Medium, OpKey, Purpose
 from tensorhub.worker.active_call import DEADLINE_SLACK_S
@@ -143,6 +143,19 @@ def test_the_read_only_token_is_not_welcomed_in_an_earlier_epoch() -> None:
     assert refused.message.error.kind == "CoordinatorUnavailable"
     assert "welcomed in epoch 2 already" in refused.message.error.message
     assert isinstance(closed, CloseSession)
+
+
+def test_the_read_only_token_is_not_turned_away_for_ever() -> None:
+    """There may be no other worker that remembers the later epoch."""
+    cluster = StepwiseCluster()
+    lease_s = cluster.options.lease_s
+    answers = list[object]()
+    for session, now in enumerate((0.0, lease_s - 1, lease_s)):
+        cluster.coordinator.step(Connected(session, "x.1", "worker", read_only=True), now)
+        said = cluster.coordinator.step(Received(session, joins(2)), now)
+        assert isinstance(said[0], Send)
+        answers.append(type(said[0].message))
+    assert answers == [Refused, Refused, Welcome]
 
 
 def test_nothing_follows_a_later_join() -> None:

@@ -67,6 +67,8 @@ class Membership:
     _gone: dict[str, None] = field(default_factory=dict, init=False)
     # the step that asked last about pending connections
     _asked_in: int = field(default=0, init=False)
+    # when a read-only worker first knew of a later epoch
+    _doubted_at: float | None = field(default=None, init=False)
 
     # -- workers
 
@@ -83,6 +85,14 @@ class Membership:
         is_other = message.term not in ("", cluster.term)
         return f"{told} by another coordinator, and this is that epoch again" if is_other else ""
 
+    def _has_led_on(self) -> bool:
+        """Whether a read-only worker of a later epoch was turned away a lease ago, and this
+        coordinator still leads.
+        """
+        if self._doubted_at is None:
+            self._doubted_at = self._cluster.now
+        return self._cluster.now >= self._doubted_at + self._cluster.options.lease_s
+
     def join(self, session: Session, message: Join) -> None:
         """A worker introduces itself on a new connection: for the first time, or again within its
         lease.
@@ -93,12 +103,12 @@ class Membership:
         if told and session.remembers:
             cluster.outlived(told)
             return
-        # What a read-only worker claims ends no coordinator. (One of the same epoch is told by its
-        # Welcome that the state is an older copy.)
-        if told and message.epoch > cluster.epoch:
+        # What a read-only worker claims ends no coordinator. Its Welcome tells it that the state is
+        # an older copy; of a later epoch only once a former leader would have ended.
+        if told and message.epoch > cluster.epoch and not self._has_led_on():
             text = (
-                f"{told}: another coordinator leads, or this one has an older copy of its state; "
-                f"if that lasts, restart this worker"
+                f"{told}: another coordinator leads, or this one has an older copy of its state "
+                f"and welcomes this worker within {cluster.options.lease_s:g} s"
             )
             cluster.refuse_session(session.number, CoordinatorUnavailable(text))
             return
