@@ -238,6 +238,14 @@ def test_who_fills_host_memory_in_another_site_makes_way_for_the_readers_of_its_
     chain.finish()
 
 
+def test_a_worker_that_is_found_to_be_slow_is_noted_as_changed() -> None:
+    chain = Chain("a")
+    noted = chain.cluster.coordinator.cluster.noted
+    noted.clear()
+    chain.is_taken_for("a", 3)
+    assert chain.part("a").member.worker in noted
+
+
 def test_who_waits_for_its_source_is_not_slow() -> None:
     """`a` has shown more before, and waits for the trainer now: so does `b`, which has as much."""
     chain = Chain("ab")

@@ -698,6 +698,18 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not kept._running
 
 
+def test_of_many_reads_of_one_rank_the_first_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observing, "LANES_OF_RANK_MAX", 1)
+    cluster, (_, reader) = pair("reader")
+    first = begin(cluster, reader)
+    reader.worker.say(ReadFailed(key_of(cluster, reader), 0, first, "lost", "gone"))
+    cluster.run(Choice("read", reader.name))
+    cluster.advance(1.0, run=False)  # the source is lent again meanwhile
+    cluster.run()
+    assert parts(explained(cluster)) == {"source": 0.05, "link": 0.95}
+    assert list(observations(cluster)._lanes) == [first]
+
+
 def test_of_many_ranks_it_is_known_that_one_has_not_called() -> None:
     cluster = stepwise()
     trainers, ranks = cluster.group("trainer", 12), cluster.group("group", 12)

@@ -85,7 +85,7 @@ def let_go(reader: SimHandle) -> None:
 def lose(
     cluster: StepwiseCluster, trainer: SimHandle, readers: list[SimHandle], *, crash: bool = True
 ) -> None:
-    """The source breaks off, and is lost; nobody reads meanwhile."""
+    """The source is lost, and its reads by these readers break off; no chunk comes meanwhile."""
     if crash:
         trainer.worker.crash()
     else:
@@ -112,6 +112,17 @@ def test_two_halves_complete_each_other_when_the_only_source_is_lost() -> None:
     assert late.replicate().handle is late
     cluster.run()
     assert late.member.version == 1
+
+
+def test_they_complete_each_other_although_their_lost_source_may_still_serve_them() -> None:
+    """It may have lost its connection only."""
+    cluster, trainer, readers, asked = readers_of_a_trainer(False, True)
+    lose(cluster, trainer, [], crash=False)
+    assert "r1" in sources_of(cluster, readers[0])
+    assert "r0" in sources_of(cluster, readers[1])
+    trainer.worker.crash()
+    cluster.run()
+    assert [each.number for each in asked] == [1, 1]
 
 
 @pytest.mark.heavy

@@ -347,6 +347,24 @@ def test_readers_that_copy_out_of_memory_need_no_chain(
     assert all(reader.cells == trainer.cells for reader in readers)
 
 
+def test_an_update_goes_on_as_soon_as_no_read_of_the_old_version_is_left() -> None:
+    """Also where the last reader has given its source up, and still wants it."""
+    cluster, trainer, second = published()
+    reader = cluster.handle("late")
+    cluster.run()
+    reader.replicate()
+    cluster.run("read")
+    second.publish(2)
+    cluster.run("read")
+    trainer.update()
+    cluster.run("read")
+    assert trainer.pull is None
+    assert reader.pull is not None
+    reader.source_ended(next(iter(reader.pull.grants)), "stalled")
+    cluster.run("read")
+    assert trainer.pull is not None
+
+
 def test_a_dead_readers_source_is_told_to_cut_it_off() -> None:
     cluster, trainer, reader = published()
     reader.replicate(timeout_s=60)

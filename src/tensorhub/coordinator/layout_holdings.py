@@ -158,7 +158,6 @@ class Shards(dict[int, Holders[H]]):
     """Holders by shard; empty until every rank has published."""
 
     def __init__(self) -> None:
-        super().__init__()
         # Counted: shards without a source, and shards without a complete holding.
         self.sourceless = self.broken = 0
         # Holdings of which something has changed since they were counted; none between two steps.
