@@ -317,6 +317,12 @@ def _version(cluster: Cluster, version: Version) -> None:
         demand(not version.bound, "a forgotten version has no operations", version)
         return
     demand(version.state in KEPT, "discarded and retired versions are forgotten", version)
+    # before a question counts it
+    demand(
+        not any(layout.uncounted or layout.has_grown for layout in version.layouts),
+        "what has changed is counted, and has woken who waits",
+        version,
+    )
     for operation in version.bound.values():
         demand(
             operation.version is version and not operation.decided,
@@ -333,11 +339,6 @@ def _version(cluster: Cluster, version: Version) -> None:
         _staged(cluster, model, version)
     else:
         _available(version)
-    demand(
-        not any(layout.uncounted or layout.has_grown for layout in version.layouts),
-        "what has changed is counted, and has woken who waits",
-        version,
-    )
     shards = [*range(version.info.world_size)]
     staged = version.state is VersionState.STAGED and not version.holdings
     demand(
@@ -346,9 +347,6 @@ def _version(cluster: Cluster, version: Version) -> None:
         version,
     )
     _retained(version, model.retained())
-    demand(
-        version.holdings.layout_id == version.layout_id, "what is published has a layout", version
-    )
     demand(not (staged and version.others), "no other layout holds what is not published", version)
     for layout in version.layouts:
         for shard, there in layout.items():
@@ -374,7 +372,7 @@ def _version(cluster: Cluster, version: Version) -> None:
         demand(layout.manifests.keys() <= layout.keys(), "manifests are of shards", layout)
         lie = (layout.parts.get(shard) for shard in layout if layout[shard])
         demand(
-            all(lie) or not version.is_kept,
+            all(lie),
             "where a shard lies is known of who holds it in another layout",
             layout,
         )
