@@ -12,6 +12,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -24,10 +25,17 @@ from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.model.manifest import TensorDescription, build_manifest
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.transport import cma
-from tensorhub.transport.cma import Process
+from tensorhub.transport.cma import CmaTransport, Process
 from tensorhub.transport.generation_words import WORD_BYTES, GenerationWords
-from tensorhub.transport.one_sided import CALL_BYTES, CALL_PIECES_MAX, Piece, cut_up
+from tensorhub.transport.one_sided import (
+    CALL_BYTES,
+    CALL_PIECES_MAX,
+    LANES_MAX,
+    Piece,
+    cut_up,
+)
 from tensorhub.types import ContentId, RegistrationId
+from tests.transport.patience import local
 
 HERE = os.getpid()
 needs_cma = pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
@@ -66,6 +74,16 @@ def test_what_cannot_be_read_is_an_error_and_what_lies_before_it_is_copied() -> 
         cma.copy(HERE, [Piece(address_of(memoryview(target)), there, len(target))])
     assert caught.value.errno == errno.EFAULT
     assert target == b"x" * mmap.PAGESIZE + bytes(mmap.PAGESIZE)
+
+
+@needs_cma
+@pytest.mark.parametrize("cores", [1, 2, 100])
+def test_a_source_is_read_by_as_many_threads_as_there_are_cores_for(
+    cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    with closing(CmaTransport(local())) as transport:
+        assert transport.lanes == min(LANES_MAX, cores)
 
 
 @needs_cma

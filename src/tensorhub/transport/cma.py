@@ -127,7 +127,7 @@ def fault_here() -> str | None:
         return fault
     if not hasattr(_libc, "process_vm_readv"):
         return "this C library has no process_vm_readv"
-    seen, told = ctypes.c_uint64(), ctypes.c_uint64(1)
+    seen, told = ctypes.c_uint64(), ctypes.c_uint64()
     try:
         copy(os.getpid(), [Piece(ctypes.addressof(seen), ctypes.addressof(told), WORD_BYTES)])
     except OSError as error:

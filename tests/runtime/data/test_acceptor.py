@@ -19,6 +19,7 @@ from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.frames import PREFACE
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.secret import read_only_secret
+from tensorhub.runtime.data import acceptor
 from tensorhub.runtime.data.source_lane import SourceFailed
 from tests.runtime.data.test_serving import LARGE, read
 from tests.runtime.data_rig import (
@@ -83,6 +84,22 @@ async def test_read_only_readers_have_half_of_the_places_at_most() -> None:
             to_b.add_source(a.grant())
             await finish(to_b)
             await until(are_inside(2))  # its own one is over
+
+
+async def test_a_reader_that_has_gone_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither among the readers, nor among the connections that end."""
+    monkeypatch.setattr(acceptor, "ENDING_MAX", 1)
+    manifest = manifest_of()
+    a = Node("a", manifest, filled=True, readers_max=1).open(complete=True)
+    readers = [Node(f"b{n}", manifest, filled=False).open(complete=False) for n in range(4)]
+    async with serving(a, *readers):
+        for reader in readers:
+            async with reader.runner() as runner:
+                runner.add_source(a.grant())
+                await finish(runner)
+            reader.ways.pop().close()  # with the connection that it keeps
+            await until(lambda: "0 lanes" in repr(a.owner))
+            assert reader.arrays == a.arrays
 
 
 @pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", PREFACE + b"\xff\xff\xff\xff"])

@@ -11,10 +11,14 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.to_thread
 import pytest
+import xxhash
 
-from tensorhub.errors import DrainTimeout
+from tensorhub.errors import DrainTimeout, StateError
+from tensorhub.layouts.shared import Share
 from tensorhub.messages import ChunkFollows, ChunksFollow, Read, ReadRefused, StillWaiting
 from tensorhub.model.accesses import Refusal
+from tensorhub.model.digests import pack, root_of
+from tensorhub.model.strips import straight
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
@@ -187,6 +191,40 @@ async def test_a_chunk_is_withdrawn_from_a_reader_that_takes_it_too_slowly() -> 
 
         with pytest.raises(ConnectionLost):
             await anyio.to_thread.run_sync(drain)
+
+
+def test_a_share_of_a_rank_has_one_digest_of_its_bytes_wherever_they_lie() -> None:
+    """Of ranks that publish the same bytes, in memory of their own."""
+    manifest, other = manifest_of((100, 200)), manifest_of((200, 100))
+    a, b = Node("a", manifest, filled=True), Node("b", other, filled=True)
+    b.arrays[0][:], b.arrays[1][:] = a.arrays[1], a.arrays[0]
+
+    def digests(node: Node, *shares: Share) -> list[bytes]:
+        return node.owner.digests_of_shares(node.registration, node.generation, shares)
+
+    def share(*parts: tuple[int, int, int]) -> Share:
+        return Share(1, "'w'", tuple([straight(*part) for part in parts]))
+
+    for node in (a, b):
+        node.owner.open(
+            node.registration, node.generation, ContentId(""), node.memory, complete=True
+        )
+    one, two = share((0, 10, 20), (1, 50, 30)), share((0, 11, 20), (1, 50, 30))
+    found = digests(a, one, two)
+    assert found == [
+        root_of(pack([xxhash.xxh3_64_intdigest(each) for each in pieces], 8))
+        for pieces in (
+            (a.arrays[0][10:30], a.arrays[1][50:80]),
+            (a.arrays[0][11:31], a.arrays[1][50:80]),
+        )
+    ]
+    assert digests(b, share((1, 10, 20), (0, 50, 30))) == found[:1]
+    assert digests(a) == []
+    a.owner.fence(a.registration)
+    with pytest.raises(StateError, match="taken back before what it shares"):
+        digests(a, one)
+    for node in (a, b):
+        node.listener.close()
 
 
 def test_content_goes_on_under_another_generation_with_its_digests_and_deltas() -> None:

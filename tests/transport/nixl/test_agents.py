@@ -237,6 +237,21 @@ def test_metadata_is_that_of_the_agent_that_it_is_said_to_be_of(fabric: Fabric) 
     assert not fabric.agents
 
 
+def test_an_agent_that_has_loaded_another_one_than_it_was_told_is_used_no_more(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig()
+    (agent,) = {rig.remote()._agent for _ in range(2)}
+    with monkeypatch.context() as patch:
+        patch.setattr(agent._agent, "add_remote_agent", lambda metadata: b"another")
+        rig.exposures.end(R)
+        rig.exposed = rig.exposures.of(R, [place_of(rig.there)], rig)
+        with pytest.raises(ValueError, match="and is of another agent"):
+            rig.remote()
+    assert agent.is_spent
+    rig.close()
+
+
 # --------------------------------------------------------------------------------------------------
 # GPUs' memory
 

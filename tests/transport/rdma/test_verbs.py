@@ -145,3 +145,20 @@ def test_a_device_ends_after_all_that_is_registered_there(made: list[dict[str, A
     assert kinds(made) == ["address"] * 3
     device.close()
     assert kinds(made) == ["close"] * 3 + ["close domain", "close device"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (VerbsFault(errno.ENOMEM), errno.ENOMEM),
+        (VerbsFault(0), errno.EIO),
+        (VerbsFault(-1), errno.EIO),
+        (OverflowError("too much"), errno.EINVAL),
+    ],
+)
+def test_an_error_of_verbs_is_one_of_the_system_and_names_the_attempt(
+    made: list[dict[str, Any]], error: Exception, code: int
+) -> None:
+    with pytest.raises(OSError, match="ibv_reg_mr: ") as caught, verbs.named("ibv_reg_mr"):
+        raise error
+    assert caught.value.errno == code
