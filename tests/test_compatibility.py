@@ -71,6 +71,14 @@ def test_what_a_reader_may_leave_out_is_said() -> None:
         check_compatible(source, reader)
 
 
+def test_who_leaves_nothing_out_is_not_told_how() -> None:
+    source, reader = manifest(spec("a", "uint8")), manifest(spec("a", "uint8", 2))
+    with pytest.raises(ManifestMismatch) as caught:
+        check_compatible(source, reader)
+    assert "partial=" not in str(caught.value)
+    assert "sources=" not in str(caught.value)
+
+
 def test_a_name_that_is_almost_a_published_one_is_named_with_it() -> None:
     source = manifest(spec("bias", "uint8"), spec("weight", "uint8", region=1))
     reader = manifest(spec("zeros", "uint8"), spec("weigth", "uint8", region=1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.errors import ManifestMismatch
-from tensorhub.model.dtypes import ITEMSIZE, itemsize
+from tensorhub.model.dtypes import ITEMSIZE, itemsize, shape_fault
 
 
 def test_every_dtype_of_torch_has_the_itemsize_that_torch_says() -> None:
@@ -15,6 +15,23 @@ def test_every_dtype_of_torch_has_the_itemsize_that_torch_says() -> None:
     assert {str(dtype): dtype.itemsize for dtype in dtypes} == {
         str(dtype): ITEMSIZE.get(str(dtype).removeprefix("torch.")) for dtype in dtypes
     }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fits", "too_large"),
+    [
+        ("uint8", (2**63 - 1,), (2**62, 2)),
+        ("float32", (2**61 - 1,), (2**61,)),
+        ("uint8", (0, 2**62), (0, 2**62, 2)),
+    ],
+)
+def test_a_tensor_takes_less_than_2_63_bytes_an_empty_one_by_its_other_sizes(
+    dtype: str, fits: tuple[int, ...], too_large: tuple[int, ...]
+) -> None:
+    assert shape_fault(fits, dtype) is None
+    fault = shape_fault(too_large, dtype)
+    assert fault is not None
+    assert fault.startswith(f"its shape {too_large} takes 2**63 bytes or more")
 
 
 def test_an_unknown_dtype_is_named() -> None:

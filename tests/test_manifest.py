@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, strategies as st
 
 from tensorhub.errors import ProtocolError, RegistrationError
-from tensorhub.model.digests import WIDTHS, head_of, width_in
+from tensorhub.model.digests import WIDTHS, head_of, pack, unpack, width_in
 from tensorhub.model.dtypes import ZERO_POINT_MAX, ZERO_POINT_MIN, itemsize
 from tensorhub.model.manifest import (
     CHUNKS_MAX,
@@ -233,6 +233,16 @@ def test_algorithm_and_chunk_size_are_read_from_the_beginning_alone() -> None:
 def test_what_is_no_manifest_has_no_digests(blob: bytes) -> None:
     assert head_of(blob) == ("none", 0)
     assert width_in(blob) == 0
+
+
+@pytest.mark.parametrize("width", [8, 32])
+def test_a_list_has_its_digests_one_after_another_big_endian(width: int) -> None:
+    digests = [0, 258, 2 ** (8 * width) - 1]
+    values = pack(digests, width)
+    assert values == b"".join(
+        bytes(width - 2) + b"\1\2" if d == 258 else d.to_bytes(width) for d in digests
+    )
+    assert unpack(values, width) == digests
 
 
 def test_tied_tensors_share_a_region_and_regions_keep_their_order() -> None:

@@ -12,7 +12,8 @@ import torch
 import tensorhub
 from tensorhub.api.hub import Hub
 from tensorhub.errors import InvalidValue, ManifestMismatch, RegistrationError, VersionUnavailable
-from tensorhub.types import FetchReport
+from tensorhub.model.read_plan import PlannedSource
+from tensorhub.types import FetchReport, VersionInfo
 from tests.rig import all_of, cluster
 from tests.test_resharding import (
     PAD,
@@ -90,6 +91,16 @@ async def test_a_fill_reads_what_was_planned_and_its_report_says_so() -> None:
             assert sum(each.shard_nbytes for each in plan.sources) == sum(
                 tensor.nbytes for tensor in whole(1).values()
             )
+
+
+def test_a_plan_counts_what_is_read_of_all_sources() -> None:
+    sources = (
+        PlannedSource((0,), ("a",), 1, 2, 3, 40, 50),
+        PlannedSource((1,), (), 10, 20, 30, 400, 500),
+    )
+    plan = tensorhub.ReadPlan(VersionInfo("m", 1, "c", 0, 2), "own", 0, 1, 430, sources)
+    assert (plan.chunks, plan.cells, plan.runs) == (11, 22, 33)
+    assert (plan.nbytes, plan.excess_nbytes) == (440, 10)
 
 
 async def test_the_whole_model_and_parts_of_it_are_planned_without_tensors() -> None:

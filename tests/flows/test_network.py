@@ -168,6 +168,18 @@ def test_who_follows_flows_over_other_links_hears_of_each_change() -> None:
     assert rate() == 100.0
 
 
+def test_a_flow_may_follow_others_before_it_is_there() -> None:
+    network: Network[int] = Network([6.0, 6.0, 100.0])
+    network.follow(9, (1, 2))
+    network.add(1, (0,))
+    network.add(2, (1,))
+    network.settle()
+    assert network.rates == {1: 6.0, 2: 6.0}
+    network.add(9, (2,))
+    network.settle()
+    assert network.rates[9] == 12.0
+
+
 def test_flows_that_are_gone_leave_nothing_behind() -> None:
     network: Network[int] = Network([6.0])
     for flow in range(0, 100, 2):

@@ -99,6 +99,8 @@ def test_a_second_source_helps_where_the_source_is_slow_and_not_the_reader() -> 
     assert seconds_of("second source", slow, fast, others) == pytest.approx(0.2 + 0.5)
     quick = update({"link": 0.5}, reader="beside", number=3)
     assert helping(slow, [fast, quick], SITES) == ()
+    # what its own link carries is not known
+    assert not [each for each in changes(slow, [others]) if each.name == "second source"]
 
 
 @pytest.mark.parametrize(
@@ -127,8 +129,11 @@ def test_a_prefetch_leaves_what_it_left_to_another_update() -> None:
     ahead = update({"control": 0.3, "copy": 0.05}, reader="beside", number=2, came=0)
     assert seconds_of("ahead", found, ahead) == pytest.approx(0.1 + 0.2 + 0.1 + 0.05)
     assert not [each for each in changes(found) if each.name == "ahead"]
-    fetched = replace(found, call="fetch")
-    assert not [each for each in changes(fetched, [ahead]) if each.name == "ahead"]
+    for mine, other in (
+        (replace(found, call="fetch"), ahead),
+        (found, replace(ahead, call="fetch")),
+    ):
+        assert not [each for each in changes(mine, [other]) if each.name == "ahead"]
 
 
 def test_an_archive_is_read_directly_as_fast_as_by_another_worker() -> None:

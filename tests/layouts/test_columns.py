@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tensorhub.errors import ProtocolError
-from tensorhub.layouts.columns import column, pack, unpack
+from tensorhub.layouts.columns import column, count_and_sum, pack, unpack
 
 INT_MAX = 2**63 - 1
 numbers = st.one_of(st.integers(0, 5), st.integers(0, INT_MAX))
@@ -37,6 +37,7 @@ def test_what_was_packed_is_unpacked(some: list[int]) -> None:
     assert list(unpack("c", packed, len(some))) == some
     assert pack(unpack("c", packed, len(some))) == packed
     assert len(packed) <= 1 + 8 * len(some)
+    assert count_and_sum("c", packed) == (len(some), sum(some))
 
 
 def test_a_rule_takes_a_few_bytes() -> None:
@@ -81,7 +82,7 @@ def run(first: int, step: int, count: int) -> bytes:
     ],
 )
 def test_what_is_no_column_is_refused(data: bytes, fault: str) -> None:
-    with pytest.raises(ProtocolError, match=fault):
+    with pytest.raises(ProtocolError, match=f"^bad c: .*{fault}"):
         unpack("c", data, 100)
 
 

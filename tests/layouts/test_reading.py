@@ -111,6 +111,7 @@ def test_who_has_heard_of_the_same_has_the_same_numbers(
     for part in found.parts:
         decoded = Selection.decode(part.selection.encode())
         assert decoded == part.selection
+        assert decoded.sizes == part.selection.sizes
         assert decoded.selection_id == part.selection.selection_id
 
 

@@ -116,6 +116,14 @@ def test_what_a_source_brings_is_waited_for_there_although_it_lacks_it_now() -> 
     assert pull.next_batch(B, 1000) == (0,)
 
 
+def test_what_a_source_lacked_of_what_it_brings_is_asked_of_it_again() -> None:
+    pull = Pull([10] * 4)
+    pull.add_source(A, complete=True, brings=[0, 1, 3])
+    assert [pull.next_batch(A, 10) for _ in range(2)] == [(0,), (1,)]
+    pull.lacks(A, (0,), [(1, 1), (3, 1)])
+    assert [pull.next_batch(A, 10) for _ in range(3)] == [(0,), (3,), ()]
+
+
 def test_illegal_steps_tell_the_story() -> None:
     pull = pull_from(A)
     with pytest.raises(IllegalStep, match=r"(?s)chunk 3 is not in flight at a.*source a complete"):
@@ -145,6 +153,7 @@ def test_a_source_is_through_when_all_that_it_brings_is_verified_wherever_that_c
     assert not pull.is_through(B)
     pull.arrived(B, 3, ok=True)
     assert pull.is_through(B)
+    assert "all verified" in str(pull.story)
 
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=12)

@@ -90,6 +90,8 @@ def test_a_machine_that_is_fast_again_is_found_so_at_its_next_word_even_if_it_wa
     assert told.slow() == {"a": 3}
     told.waits("a", "c", FAST * 0.9)
     assert told.slow() == {}
+    told.reads("d", "a", SLOW)  # it is no excuse for others, either
+    assert told.slow() == {"d": 3}
 
 
 def test_it_is_forgotten() -> None:

@@ -33,7 +33,9 @@ from tensorhub.model.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.types import HandleState, Location, Medium, OpKind, Purpose, VersionInfo
 from tensorhub.worker.calls import (
     Action,
+    AddPullSource,
     CopyLocally,
+    DropPullSource,
     EndPrefetch,
     Fence,
     FillCall,
@@ -290,6 +292,15 @@ def test_a_release_frees_the_memory_when_its_fence_stands() -> None:
     assert kinds(host.take()) == ["Fence", "FreeMemory", "Finish"]  # what was left of it
 
 
+def test_memory_that_is_not_a_copys_is_never_freed() -> None:
+    rank = Rank(LocalCopies())
+    rank.hold(2)
+    rank.do(rank.member.receive(Revoked(rank.shard.registration, "content2", "rolled back"), 0))
+    rank.fenced()
+    assert rank.member.state is HandleState.EMPTY
+    assert rank.take() == []
+
+
 def test_a_retention_copy_is_filled_from_a_handle_of_its_worker_and_never_the_other_way() -> None:
     copies = LocalCopies()
     rank, host = Rank(copies), Rank(copies, Medium.HOST, Purpose.RETENTION)
@@ -385,6 +396,31 @@ def staged(*, hold: bool = False) -> tuple[Rank, int]:
     assert of(actions, StartPull).staged
     rank.do(rank.member.pull_done(0))
     return rank, held
+
+
+def test_a_lane_goes_on_where_another_coordinator_grants_the_same_memory_under_its_own_lease() -> (
+    None
+):
+    rank = Rank(LocalCopies())
+    rank.fill(2)
+    key = rank.member.running.key if rank.member.running is not None else None
+    assert key is not None
+    rank.do(rank.member.receive(AddSource(key, 0, GRANT), 0))
+    assert AddPullSource(GRANT) in rank.take()
+
+    def starts(grant: Grant) -> list[Action]:
+        what = version(2), manifest().manifest_id, True, (grant,)
+        rank.do(rank.member.receive(Start(key, 0, *what), 0))
+        return rank.take()
+
+    for lease in ("second", "third", "third"):
+        assert starts(replace(GRANT, lease=lease)) == []
+    other = replace(GRANT, lease="fourth", generation=GRANT.generation + 1)
+    assert starts(other) == [DropPullSource(GRANT.lease), AddPullSource(other)]
+    rank.do(rank.member.receive(DropSource(key, 0, "second", "moved"), 0))
+    assert rank.take() == []
+    rank.do(rank.member.receive(DropSource(key, 0, "third", "moved"), 0))
+    assert rank.take() == [DropPullSource(GRANT.lease)]
 
 
 def test_a_staged_update_reads_from_the_sources_that_are_left_when_there_is_room() -> None:
@@ -526,6 +562,24 @@ def test_what_was_staged_and_does_not_come_through_is_torn_and_the_coordinator_h
     assert (error.memory, rank.member.state) == ("torn", HandleState.TORN)
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_what_was_staged_is_said_once_it_is_in_place_where_what_it_replaced_was_said_before(
+    again: bool,
+) -> None:
+    rank, held = staged()
+    if again:
+        rank.do(rank.member.disconnected(0))
+        rank.connect()
+        assert rank.registered.held is not None
+        assert rank.registered.held.generation == held
+    rank.take()
+    rank.outcome(2)
+    rank.do(rank.member.fenced(held, 0))
+    rank.take()
+    rank.do(rank.member.copied(ALL, 0))
+    assert [r.held and r.held.version for r in rank.said(Register)] == [2] * again
+
+
 def test_what_is_empty_has_nothing_to_lose_and_is_filled_at_once() -> None:
     rank = Rank(LocalCopies())
     rank.fill(2, staged=True, hold=True)
@@ -559,4 +613,19 @@ def test_a_coordinator_without_its_state_ends_the_doubt_about_what_was_staged() 
     rank.do(rank.member.state_lost(0))
     assert rank.take() == [FreeStaging(), Fence(held)]
     assert rank.member.state is HandleState.EMPTY
+    rank.member.check_invariants()
+
+
+def test_a_doubt_about_what_was_staged_is_ended_so_where_nothing_is_held_any_more_too() -> None:
+    rank, _ = staged()
+    rank.do(rank.member.receive(Revoked(rank.shard.registration, "content1", "rolled back"), 0))
+    rank.fenced()
+    rank.do(rank.member.disconnected(0))
+    rank.do(rank.member.cancel(StateError("cancelled"), 0))
+    rank.take()
+    assert rank.member.state is HandleState.IN_DOUBT
+    assert rank.member.content is None
+    rank.do(rank.member.state_lost(0))
+    assert rank.take() == [FreeStaging()]
+    assert "empty" in repr(rank.member)
     rank.member.check_invariants()

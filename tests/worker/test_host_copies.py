@@ -705,6 +705,18 @@ def test_a_copy_that_is_being_filled_does_not_end_with_the_memory_that_it_gives_
     assert list(world.members) == ["c"]
 
 
+def test_a_version_that_is_larger_than_what_was_reserved_and_has_no_room_leaves_none_taken() -> (
+    None
+):
+    world = World()
+    _, copy = world.filled()
+    budget, ident = world.copies.budget, copy.shard.registration
+    assert budget.reservation(ident) is not None
+    with pytest.raises(StateError, match="give"):
+        world.copies.take(ident, Purpose.PREFETCH, 3 * ONE)
+    assert budget.reservation(ident) is None
+
+
 def test_a_copy_that_is_not_needed_while_it_is_made() -> None:
     world = World()
     world.order("c")

@@ -504,10 +504,12 @@ def test_a_fence_is_given_up_at_its_deadline_or_as_soon_as_its_call_is_cancelled
 
 def test_only_what_is_published_is_told_of_as_made() -> None:
     class Owner:
+        told = frozenset({"told"})
+
         def take_made(
             self, registration: RegistrationId, selection: str = "", *, if_all: bool = False
         ) -> tuple[list[tuple[int, int]], bool]:
-            return [(0, 7)], selection == "told"
+            return [(0, 7)], selection in self.told
 
         def selections(self, registration: RegistrationId) -> tuple[str, ...]:
             return ("told",)
@@ -521,6 +523,8 @@ def test_only_what_is_published_is_told_of_as_made() -> None:
     told = [(each.selection, each.chunks, each.runs, each.last, len(each.digests)) for each in said]
     assert told == [("", 4, ((0, 1),), False, 8), ("told", 1, ((0, 1),), True, 8)]
     assert not is_all
+    Owner.told |= {""}
+    assert published.interpreter.tell_made(Owner())[1]
     assert read.interpreter.tell_made(Owner()) == ([], True)
 
 

@@ -441,6 +441,32 @@ def test_the_rank_that_is_asked_says_that_all_is_read() -> None:
     assert len([each for each in reader.actions if isinstance(each, CheckRanks)]) == 1
 
 
+def test_a_publishers_layout_is_asked_for_and_made_once_for_all_of_its_versions() -> None:
+    published, blobs = publication_of_rows()
+    member = member_of(shard_of(0, {"w": W[0:1024]}, w=1024))
+    register = said(member, [*member.connected(0, 10)])
+    member.receive(Registered(register.request, register.registration, 1, 0, True), 0)
+    asked = []
+    for number in (1, 2):
+        member.begin(PublishCall(number), 60, 0)
+        assert member.running is not None
+        assert member.running.key is not None
+        key = member.running.key
+        actions = member.receive(CheckCoverage(key, 0, published.publication_id), 0)
+        for action in actions:
+            if isinstance(action, Say) and isinstance(action.message, GetPart):
+                part = action.message
+                asked.append(part.part_id)
+                actions += member.receive(ManifestReply(part.request, blobs[part.part_id]), 0)
+        (wanted,) = [each for each in actions if isinstance(each, CheckRanks)]
+        assert (wanted.publication is None) is (number == 1)
+        found = check(wanted, lambda shares: [])
+        member.ranks_checked(wanted.number, found, 0)
+        aborted = ErrorInfo.of(StateError("aborted"))
+        member.receive(Outcome(key, 0, False, False, None, aborted), 0)
+    assert sorted(asked) == sorted(blobs)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_digests_what_it_shares_where_its_own_memory_has_it(rank: int) -> None:
     norm = source("norm", shape=(4, 16))

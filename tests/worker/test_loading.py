@@ -98,7 +98,9 @@ def test_a_version_keeps_its_room_as_long_as_it_is_used_but_for_one_turn_at_most
     machine.arrived(machine.take(100), 100)
     machine.want([(0, 1)], 100)
     assert left_s(100) == pytest.approx(IDLE_S)
-    assert left_s(100 + IDLE_S) == 0
+    machine.want([(5, 1)], 100)
+    assert machine.take(100) == [5]
+    assert left_s(100 + IDLE_S) == 0  # that it loads more keeps nothing
     assert left_s(101, is_read=True) == pytest.approx(IDLE_S)  # a slow reader, inside an access
     assert left_s(100 + TURN_S, is_read=True) == 0
     assert left_s(100 + TURN_S, asked_at=99 + TURN_S, is_read=True) > 0

@@ -17,6 +17,7 @@ from tensorhub.errors import (
     StateError,
     VersionUnavailable,
 )
+from tensorhub.machine import InvariantBroken
 from tensorhub.messages import (
     AddSource,
     DigestedAgain,
@@ -41,7 +42,7 @@ from tensorhub.testing import CHUNK_BYTES, CHUNKS, CallRecord, SimHandle, Stepwi
 from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.testing.sim.layouts import Layout
 from tensorhub.testing.sim.memory import make_manifest
-from tensorhub.types import HandleState
+from tensorhub.types import HandleState, OpKey
 from tensorhub.worker.active_call import DEADLINE_SLACK_S
 from tensorhub.worker.calls import Action, Finish, Say
 from tensorhub.worker.filling import Filling
@@ -330,6 +331,48 @@ def test_who_is_in_doubt_when_the_coordinator_has_lost_its_state_has_memory_as_i
     assert "in_doubt" in repr(reader.member)
     reader.apply(reader.member.state_lost(cluster.now))
     assert reader.member.state.value == left
+
+
+def test_what_has_changed_while_the_rest_is_pulled_ends_the_fill() -> None:
+    """A chunk that was verified: this machine's memory is at fault."""
+    cluster, _, (reader,) = published("reader")
+    asked = reader.replicate()
+    cluster.run("read")
+    assert reader.member.content is not None
+    generation, changed = reader.member.content.generation, IntegrityError("its bytes have changed")
+    reader.apply(reader.member.digested_again("", generation, True, changed, cluster.now))
+    cluster.run("read")
+    assert asked.error is changed
+    assert reader.member.state is HandleState.TORN
+
+
+def test_a_publish_that_is_to_be_called_again_has_ended() -> None:
+    """Only a fill calls again by itself."""
+    cluster, _, (reader,) = published("reader")
+    asked = reader.publish(2)
+    cluster.run(until=lambda: bool(cluster.unstored))
+    assert asked.key is not None
+    again = Outcome(asked.key, 0, False, False, None, _error(), again=True)
+    reader.apply(reader.member.receive(again, cluster.now))
+    cluster.run("store")
+    assert isinstance(asked.error, StateError)
+    assert reader.member.state is HandleState.EMPTY
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "says"),
+    [
+        ("content", None, "a state says whether there is content"),
+        ("in_place", None, "what is in place has a version"),
+        ("doubt", OpKey("m", "g", 1, 1), "a state says whether there is a doubt"),
+    ],
+)
+def test_parts_of_memory_that_disagree_are_noticed(name: str, wrong: object, says: str) -> None:
+    _, trainer, _ = published()
+    trainer.member.check_invariants()
+    setattr(trainer.member._memory, name, wrong)
+    with pytest.raises(InvariantBroken, match=f"^{says}: "):
+        trainer.member.check_invariants()
 
 
 def said_in(actions: list[Action]) -> list[FromWorker]:
