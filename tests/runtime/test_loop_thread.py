@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import FrameType
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -25,7 +27,7 @@ from tensorhub.runtime.loop_thread import (
     finish_blocking,
     running_backend,
 )
-from tests.rig import nothing_left, until
+from tests.rig import WAIT_S, nothing_left, until
 
 
 class Inside(AsyncMode):
@@ -190,7 +192,7 @@ def test_a_signal_that_reaches_another_thread_is_handled_while_this_one_waits() 
     waiter, main = BlockingMode().waiter(), threading.get_ident()
 
     def signals_once_it_waits() -> None:
-        while sys._current_frames()[main].f_code is not threading.Condition.wait.__code__:
+        while sys._current_frames()[main].f_code.co_name != "wait":
             time.sleep(0.001)
         time.sleep(0.05)  # or the handler would run before the wait, and prove nothing
         signal.raise_signal(signal.SIGUSR1)
@@ -203,3 +205,21 @@ def test_a_signal_that_reaches_another_thread_is_handled_while_this_one_waits() 
         other.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_of_a_signal_may_wake_the_thread_that_it_interrupts_anywhere() -> None:
+    """Python runs it between two lines of any function, such as one that has a lock just then."""
+    waiter = BlockingMode().waiter()
+
+    def handles(frame: FrameType, event: str, arg: object) -> Any:
+        waiter.set()
+        return handles
+
+    def waits() -> None:
+        sys.settrace(handles)
+        finish_blocking(waiter.wait())
+
+    thread = threading.Thread(target=waits, daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()

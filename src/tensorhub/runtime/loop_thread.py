@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import queue
 import socket
 import sys
 import threading
@@ -105,13 +106,17 @@ class BlockingMode:
 
 
 class _ThreadWaiter:
-    """Blocks the thread that waits. A signal (Ctrl-C) interrupts it."""
+    """Blocks the thread that waits. A signal (Ctrl-C) interrupts it, and its handler may call
+    `set`.
+    """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        # of the kind that a handler may put something into, also while this thread waits
+        self._flag: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def set(self) -> None:
-        self._event.set()
+        if self._flag.empty():
+            self._flag.put(None)
 
     async def wait(self) -> None:
         if sys.is_finalizing():
@@ -120,9 +125,9 @@ class _ThreadWaiter:
             )
         # Python runs its handlers in the main thread, which a signal to another thread, or just
         # before this, does not wake.
-        while not self._event.wait(SIGNALS_S):
-            pass
-        self._event.clear()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._flag.get(timeout=SIGNALS_S)
 
 
 def finish_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
