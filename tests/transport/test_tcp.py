@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
@@ -30,10 +31,10 @@ from tensorhub.types import (
     Options,
     RegistrationId,
 )
+from tests.cuda.double import Double
 from tests.runtime.data_rig import SECRET, WAIT_S, Nowhere, answers, manifest_of
 
 SIZE, CHUNKS = 2**20, 3
-TICK_S = 2.0**-20
 MANIFEST = manifest_of((CHUNKS * SIZE,), chunk_bytes=SIZE)
 BYTES = [bytes([chunk + 1]) * SIZE for chunk in range(CHUNKS)]
 DIGESTS = {chunk: xxhash.xxh3_64_intdigest(each) for chunk, each in enumerate(BYTES)}
@@ -55,6 +56,19 @@ class Strided(Nowhere):
         view = memoryview(self.arrays[chunk])
         yield [view[:1000], view[1000:5000]]
         yield [view[5000:]]
+
+
+class OnGpu(Nowhere):
+    """A destination in a GPU's memory."""
+
+    def __init__(self) -> None:
+        double = Double()
+        super().__init__(*[SIZE] * CHUNKS, device=double)
+        self.bytes = bytearray(MANIFEST.nbytes)
+        self._there = double.bytes_of(self.bytes)
+
+    def address(self, chunk: int) -> int:
+        return self._there.address + chunk * SIZE
 
 
 def whole() -> ChunkMemory:
@@ -105,10 +119,11 @@ def arrival_of(say: Say, there: Destination, right: ReadRight = RIGHT) -> Arriva
 
 
 @pytest.fixture
-def ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that goes on whenever it is looked at, and only then."""
-    looks = itertools.count()
-    monkeypatch.setattr(time, "perf_counter", lambda: next(looks) * TICK_S)
+def ticks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that goes on whenever it is looked at, and only then: by so many seconds."""
+    looks, ticks = itertools.count(), [2.0**-20]
+    monkeypatch.setattr(time, "perf_counter", lambda: next(looks) * ticks[0])
+    return ticks
 
 
 def test_chunks_of_pieces_arrive_with_digests_if_they_are_to_be_compared() -> None:
@@ -164,14 +179,26 @@ def test_applying_deltas_is_a_part_of_the_seconds_of_their_read() -> None:
     assert told.wait_s + told.transfer_s < took_s
 
 
-@pytest.mark.usefixtures("ticks")
-def test_a_channel_knows_from_others_how_fast_its_source_is() -> None:
-    """It asks a source for whole chunks that sent them fast over another connection, or before."""
-    there, old = whole(), whole()
+@pytest.mark.parametrize("make", [whole, OnGpu])
+@pytest.mark.parametrize(
+    ("tick_s", "thought", "use"),
+    [(2.0**-20, 0.0, DeltaUse.FAST_LINK), (1.0, math.inf, DeltaUse.NONE_SENT)],
+    ids=["fast", "slow"],
+)
+def test_a_channel_knows_from_others_how_fast_its_source_is(
+    make: Callable[[], Destination],
+    tick_s: float,
+    thought: float,
+    use: DeltaUse,
+    ticks: list[float],
+) -> None:
+    """Over another connection, or before: it asks for deltas where whole chunks came slowly."""
+    ticks[0] = tick_s
+    there, old = make(), whole()
     base = Base(old, ContentId("old"), [0] * CHUNKS, bytearray([1]) * CHUNKS)
-    slow = replace(RIGHT, base=base, full_rate=0.0)
+    right = replace(RIGHT, base=base, full_rate=thought)
     with reading_from(send_all, lambda done: None, send_all) as opens:
         with contextlib.closing(opens(RIGHT, there)) as channel:
             assert read(channel).use is DeltaUse.UNDECIDED
-        with contextlib.closing(opens(slow, old)) as channel:
-            assert read(channel).use is DeltaUse.FAST_LINK
+        with contextlib.closing(opens(right, old)) as channel:
+            assert read(channel).use is use

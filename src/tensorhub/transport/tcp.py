@@ -282,9 +282,8 @@ class TcpChannel:
             if digest is None:
                 group = [(chunk, self._digest_behind())]
         seconds = time.perf_counter() - first_byte - digests.seconds
-        self._paces.came(
-            self._client.right.incarnation, sum(view.nbytes for view in views), seconds
-        )
+        nbytes = sum([destination.sizes[chunk] for chunk, _ in group])
+        self._paces.came(self._client.right.incarnation, nbytes, seconds)
         calls = self._connection.calls - calls
         what = group, first_byte - started, seconds, digests.made, digests.seconds
         return Arrival(*what, use=self._use, calls=calls)
