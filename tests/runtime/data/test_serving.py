@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import anyio
 import anyio.to_thread
@@ -14,6 +16,7 @@ import pytest
 import xxhash
 
 from tensorhub.errors import DrainTimeout, StateError
+from tensorhub.layouts.reading import Selection
 from tensorhub.layouts.shared import Share
 from tensorhub.messages import ChunkFollows, ChunksFollow, Read, ReadRefused, StillWaiting
 from tensorhub.model.accesses import Refusal
@@ -23,8 +26,10 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.runtime.data import selections
+from tensorhub.runtime.data.selections import Selections
 from tensorhub.runtime.data.source_lane import SourceFailed
-from tensorhub.transport.owner import OpenMemory
+from tensorhub.transport.owner import Lane, OpenMemory
 from tensorhub.types import ContentId, Incarnation
 from tests.runtime.data_rig import (
     CHUNK_BYTES,
@@ -191,6 +196,68 @@ async def test_a_chunk_is_withdrawn_from_a_reader_that_takes_it_too_slowly() -> 
 
         with pytest.raises(ConnectionLost):
             await anyio.to_thread.run_sync(drain)
+
+
+def test_digests_that_are_missing_are_made_until_the_call_is_over() -> None:
+    a = Node("a", manifest_of(), filled=True).open(complete=True)
+    made = [a.memory.digest(chunk) for chunk in range(CHUNKS)]
+    what, calls = (a.registration, a.generation), itertools.count()
+    assert a.owner.digests(*what) == (None,) * CHUNKS
+    a.owner.make_digests(*what, CONTENT, bytes_max=1, is_over=lambda: next(calls) >= 3)
+    assert a.owner.digests(*what) == (*[None] * (CHUNKS - 3), *made[-3:])
+    a.owner.make_digests(a.registration, 8, CONTENT)  # another generation than is there
+    a.owner.make_digests(*what, ContentId("other"))
+    assert a.owner.digests(*what) == (*[None] * (CHUNKS - 3), *made[-3:])
+    a.owner.make_digests(*what, CONTENT)
+    assert a.owner.digests(*what) == tuple(made)
+    a.listener.close()
+
+
+def test_a_selection_that_gives_way_is_forgotten_and_looked_at_anew_if_it_is_said_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(selections, "KEPT_MAX", 1)
+    looked = list[str]()
+    monkeypatch.setattr(Selections, "spend", lambda _, reader, name: looked.append(name))
+    a, reader = Node("a", manifest_of(), filled=True), Lane(cast(Any, None))
+    chosen = [Selection(((straight(0, first, 1),),)) for first in range(2)]
+    names = [each.selection_id for each in chosen]
+
+    def say(selection: Selection) -> object:
+        blob = selection.encode()
+        name = selection.selection_id
+        return a.owner.upload(reader, a.registration, name, len(blob), 0, blob)
+
+    assert isinstance(say(chosen[0]), Refusal)  # nothing is open
+    a.open(complete=True)
+    for number, each in enumerate(chosen):
+        assert say(each) == len(each.encode())
+        assert a.owner.select(reader, a.registration, a.generation, names[number]) is True
+        a.owner.make_digests(a.registration, a.generation, CONTENT, names[number])
+        known = a.owner.digests(a.registration, a.generation, names[number])
+        assert known == (xxhash.xxh3_64_intdigest(a.arrays[0][number : number + 1]),)
+    assert a.owner.digests(a.registration, a.generation, names[0]) is None
+    assert a.owner.select(reader, a.registration, a.generation, names[0]) is False
+    say(chosen[0])
+    for _ in range(2):
+        assert a.owner.select(reader, a.registration, a.generation, names[0]) is True
+    assert looked == [*names, names[0]]
+    a.listener.close()
+
+
+def test_memory_that_is_filled_beside_older_content_has_that_as_its_base() -> None:
+    a, b = Node("a", manifest_of(), filled=True), Node("b", manifest_of(), filled=False)
+    old = ContentId("old")
+    digests = a.memory.digests(range(CHUNKS))
+    a.owner.open(a.registration, 7, old, a.memory, complete=True, digests=digests)
+    a.owner.open(b.registration, 1, CONTENT, b.memory, complete=False)
+    base = a.owner.base(b.registration)
+    assert base is not None
+    assert (base.content_id, [*base.digests]) == (old, digests)
+    base.apply(1, [])
+    assert b.memory.buffer(1) == a.memory.buffer(1)
+    for node in (a, b):
+        node.listener.close()
 
 
 def test_a_share_of_a_rank_has_one_digest_of_its_bytes_wherever_they_lie() -> None:
