@@ -10,7 +10,10 @@ import anyio.to_thread
 import pytest
 
 from tensorhub.model.manifest import Digest
-from tensorhub.runtime.data.source_lane import SourceFailed
+from tensorhub.runtime.data import lanes
+from tensorhub.runtime.data.lanes import PullRunner
+from tensorhub.runtime.data.source_lane import SourceFailed, SourceLane
+from tensorhub.transport.base import Arrival, Channel, Lacking
 from tensorhub.types import Incarnation, RegistrationId
 from tests.runtime.data.test_selections import setting
 from tests.runtime.data_rig import (
@@ -151,6 +154,57 @@ async def test_a_source_whose_memory_changed_is_named_corrupt_with_the_chunk(
     assert b.arrays == a.arrays
     assert report.reread_bytes == 0
     assert report.bytes_read == TOTAL + a.memory.sizes[5]  # the bad one counts as read
+
+
+class Watched:
+    """A channel that is used until it is closed."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.is_closed = False
+        self.submit = channel.submit
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        assert not self.is_closed
+        return self._channel.receive(bytes_max)
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._channel.close()
+
+
+async def test_a_thread_that_comes_too_late_to_help_leaves_its_lane_as_it_ended(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "HELP_BYTES", 1)
+    manifest = manifest_of()
+    a, b = Node("a", manifest, filled=True).open(complete=False), Node("b", manifest, filled=False)
+    a.make_available(*range(CHUNKS))
+    a.memory.buffer(0)[0] ^= 1
+    helped: list[SourceLane] = []
+    help_lane = PullRunner._help_lane
+
+    async def noting(runner: PullRunner, lane: SourceLane) -> None:
+        await help_lane(runner, lane)
+        helped.append(lane)
+
+    monkeypatch.setattr(PullRunner, "_help_lane", noting)
+    runner = b.runner(transport=transport, lanes=3)
+    (way,) = b.ways
+    opens = way.open
+    monkeypatch.setattr(way, "open", lambda *what: Watched(opens(*what)))
+    async with serving(a, b.open(complete=False)), runner:
+        runner.add_source(a.grant())
+        await until(lambda: runner.report().sources[0].outcome == "corrupt")
+        failed = await next_event(runner)  # which has threads begin to help
+        await until(lambda: len(helped) == 2)
+        assert isinstance(failed, SourceFailed)
+        assert runner.report().sources[0].outcome == "corrupt"
+        a.memory.buffer(0)[0] ^= 1
+        runner.add_source(a.grant("again"))
+        await finish(runner)
+    assert b.arrays == a.arrays
+    assert [each.outcome for each in runner.report().sources] == ["corrupt", "used"]
 
 
 async def test_what_is_read_again_must_be_what_was_published_whatever_its_source_says(
