@@ -261,6 +261,16 @@ def test_close_does_not_count_on_its_own_process() -> None:
     ends(cluster, trainer.close(abandon=True))
 
 
+def test_a_worker_that_may_end_or_has_the_copy_is_not_asked_for_it() -> None:
+    cluster = StepwiseCluster(host_bytes=2 * ROOM)
+    trainer = cluster.handle("trainer")
+    publish(cluster, trainer)
+    assert asked_for(cluster) == ["trainer"]
+    trainer.close()
+    cluster.run()
+    assert asked_for(cluster) == ["trainer"]
+
+
 def test_with_its_last_handle_a_worker_hands_its_copies_over_too() -> None:
     cluster = StepwiseCluster(host_bytes=2 * ROOM)
     trainer = cluster.handle("trainer")

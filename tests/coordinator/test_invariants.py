@@ -238,6 +238,19 @@ def test_what_a_step_breaks_is_found_by_looking_at_what_it_has_noted(
     assert len(found) > 20, found
 
 
+def test_a_quarantined_holding_that_is_still_a_source_is_found() -> None:
+    cluster = StepwiseCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    holding = cluster.coordinator.cluster.members[trainer.id].holding
+    assert holding is not None
+    holding.trust.quarantined = True
+    with pytest.raises(InvariantBroken, match="what is quarantined is no source"):
+        cluster.coordinator.check_invariants()
+
+
 def test_a_call_that_can_go_on_and_was_not_woken_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")

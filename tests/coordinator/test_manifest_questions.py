@@ -12,6 +12,7 @@ from tensorhub.messages import FromCoordinator, Join, Register, RegisterAgain, R
 from tensorhub.model.manifest import id_of
 from tensorhub.testing import DEVICE
 from tensorhub.types import Location, Options
+from tests.coordinator.layout_world import World
 
 LEASE_S = 8.0
 MANIFEST = b"a manifest"
@@ -112,3 +113,11 @@ def test_very_many_are_told_in_several_steps() -> None:
         ranks.now = ranks.core.next_deadline() or ranks.now
         told.append(ranks.step(Tick()))
     assert told == [limits.WOKEN_PER_STEP, limits.WOKEN_PER_STEP, 1]
+
+
+def test_only_the_parts_that_are_not_known_are_asked_for() -> None:
+    world, shared = World(), (b"catalogue", b"arrangement")
+    world.group("one", [("own/one", (*shared, b"its own"))])
+    other = world.arrive("other", layout_id="own/other", parts=(*shared, b"another"))
+    (again,) = other.take(RegisterAgain)
+    assert (again.whole, again.part_ids) == (False, (id_of(b"another"),))

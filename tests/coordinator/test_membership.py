@@ -262,6 +262,14 @@ def test_a_lost_incarnation_is_sent_away() -> None:
     ]
 
 
+def test_what_a_lost_worker_still_says_over_its_connection_is_not_heard() -> None:
+    hall = Hall()
+    hall.connect(1)
+    hall.say(1, Leave("bye"))
+    assert hall.register(1, "late") is None
+    assert not hall.core.cluster.members
+
+
 def test_what_a_worker_has_not_announced_a_lease_after_its_return_it_has_closed() -> None:
     hall = Hall()
     hall.arrives(1, "worker", "tcp")

@@ -672,6 +672,14 @@ def test_the_newest_update_and_the_slowest_group_are_chosen() -> None:
     assert observations(cluster).updates(cluster.now, "critic") == ()
 
 
+def test_an_update_of_which_no_time_is_known_says_so() -> None:
+    cluster, (_, reader) = pair("reader")
+    begin(cluster, reader)
+    assert explained(cluster).sentence == "running: it took no time"
+    cluster.run()
+    assert explained(cluster).sentence == "it took no time"
+
+
 def test_what_has_changed_nothing_is_no_update() -> None:
     cluster, (_, reader) = pair("reader")
     read(cluster, reader)

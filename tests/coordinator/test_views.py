@@ -10,14 +10,18 @@ from tensorhub.coordinator import Connected, Received, limits, views
 from tensorhub.messages import (
     Describe,
     Description,
+    GetPart,
     Leave,
+    Progress,
     Refused,
 )
 from tensorhub.runtime.worker.coordinator_client import joined
 from tensorhub.testing import StepwiseCluster
 from tensorhub.types import ModelInfo
+from tests.coordinator.layout_world import World
 from tests.coordinator.test_answers import ask as ask_one, observed
 from tests.coordinator.test_availability import publish
+from tests.coordinator.test_refused import give_up
 from tests.coordinator.test_withdrawals import reading
 from tests.runtime.control.test_describing import OBSERVER, many_models, pages
 
@@ -49,6 +53,37 @@ def test_describe_shows_versions_replicas_leases_and_workers() -> None:
     everything = ask_one(cluster, Describe(2, None))
     assert isinstance(everything, Description)
     assert [r.state for r in everything.models[0].replicas] == ["ready", "ready"]
+
+
+def test_of_a_fill_that_was_broken_off_no_chunk_counts_while_the_rank_reads_again() -> None:
+    world = World()
+    trainer, reader = world.arrive("t"), world.arrive("r")
+    world.publish([trainer], 1)
+
+    def shown() -> tuple[str, int]:
+        info, _ = views.describe(world.core.cluster.models["m"], world.now)
+        (replica,) = [each for each in info.replicas if each.group == "r"]
+        (shard,) = replica.shards
+        return replica.state, shard.chunks_verified
+
+    def reads(chunks: int) -> None:
+        key = world.fill([reader])
+        world.say(reader, Progress(key, 0, chunks, 0))
+
+    reads(1)
+    assert shown() == ("filling", 1)
+    give_up(world, reader)
+    world.lose(trainer)
+    reads(2)
+    assert shown() == ("torn", 0)
+
+
+def test_a_part_that_is_not_known_is_refused() -> None:
+    cluster, _ = observed()
+    answer = ask_one(cluster, GetPart(7, "0" * 32))
+    assert isinstance(answer, Refused)
+    assert answer.request == 7
+    assert "that part of a layout is not known" in str(answer.error.error())
 
 
 def test_of_a_group_that_lost_a_rank_the_missing_shards_are_named(

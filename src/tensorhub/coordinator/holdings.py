@@ -154,9 +154,7 @@ class Holdings:
             self._cluster.become(replica, ReplicaState.DRAINING, why)
         if on_purpose and holding.committed and version.visible and not layout.have_sources():
             layout.abandoned = True
-        if layout.abandoned or (
-            holding.complete and not (layout.are_whole() and layout.have_sources())
-        ):
+        if layout.abandoned or (holding.complete and not layout.have_sources()):
             self._reconsider_readers(version)
         if holding.bridges:
             self._feeding.feed(holding)
