@@ -79,6 +79,16 @@ def test_who_leaves_nothing_out_is_not_told_how() -> None:
     assert "sources=" not in str(caught.value)
 
 
+def test_names_that_differ_by_a_wrappers_prefix_alone_are_said_to() -> None:
+    plain, wrapped = (
+        manifest(spec(f"{prefix}a", "uint8"), spec(f"{prefix}b", "uint8", region=1))
+        for prefix in ("", "module.")
+    )
+    for source, reader, side in ((plain, wrapped, "reader"), (wrapped, plain, "source")):
+        with pytest.raises(ManifestMismatch, match=f"begin with 'module.' at the {side}, as a wr"):
+            check_compatible(source, reader)
+
+
 def test_a_name_that_is_almost_a_published_one_is_named_with_it() -> None:
     source = manifest(spec("bias", "uint8"), spec("weight", "uint8", region=1))
     reader = manifest(spec("zeros", "uint8"), spec("weigth", "uint8", region=1))

@@ -175,8 +175,10 @@ def test_a_flow_may_follow_others_before_it_is_there() -> None:
     network.add(2, (1,))
     network.settle()
     assert network.rates == {1: 6.0, 2: 6.0}
+    assert 9 not in network
     network.add(9, (2,))
     network.settle()
+    assert 9 in network
     assert network.rates[9] == 12.0
 
 

@@ -129,6 +129,8 @@ def test_a_prefetch_leaves_what_it_left_to_another_update() -> None:
     ahead = update({"control": 0.3, "copy": 0.05}, reader="beside", number=2, came=0)
     assert seconds_of("ahead", found, ahead) == pytest.approx(0.1 + 0.2 + 0.1 + 0.05)
     assert not [each for each in changes(found) if each.name == "ahead"]
+    empty = update({"copy": 0.05}, reader="beside", number=2, nbytes=0)
+    assert seconds_of("ahead", found, ahead, empty) == seconds_of("ahead", found, ahead)
     for mine, other in (
         (replace(found, call="fetch"), ahead),
         (found, replace(ahead, call="fetch")),

@@ -207,6 +207,21 @@ def test_a_chunk_has_no_more_runs_than_its_source_allows(monkeypatch: pytest.Mon
     assert reading_of(publication, reader, chunk_bytes=4096).sizes == (64, 64)
 
 
+def test_so_it_has_fewer_cells_of_several_runs_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    publication, _ = stacked(4, shape=(8, 4))
+    names = publication.catalogue.names
+    columns = arrange(
+        pieces_of(
+            bytes_of({"m": (4, 8, 2)}),
+            sources={"m": [(at[n], source(name)[:, 1:3]) for n, name in enumerate(names)]},
+            shape_of=dict.fromkeys(names, (8, 4)).get,
+        ),
+        publication.catalogue,
+    )
+    monkeypatch.setattr(reading, "RUNS_MAX", 24)
+    assert reading_of(publication, columns, chunk_bytes=4096).sizes == (48, 16)
+
+
 # -------------------------------------------------------------------------------------------------
 # worked example
 #
@@ -316,9 +331,9 @@ def with_columns(**changed: list[int]) -> bytes:
 
 
 def test_the_columns_that_the_refused_ones_differ_from_are_a_selection() -> None:
-    assert Selection.decode(with_columns()) == Selection(
-        ((Strip(0, 0, 0, 0, 1, ((2, 8),), 4),),), "of"
-    )
+    found, same = Selection.decode(with_columns()), ((Strip(0, 0, 0, 0, 1, ((2, 8),), 4),),)
+    assert found == Selection(same, "of")
+    assert hash(found.chunks) == hash(same)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,12 @@ def test_what_a_tensor_does_not_have_is_named(view: View, fault: str) -> None:
         view.select((4, 5, 6))
 
 
+def test_dimensions_that_are_no_integers_are_refused_where_they_are_written() -> None:
+    for wrong in (None, 1.5, True, "0"):
+        with pytest.raises(RegistrationError, match=r"permute: give the numbers of dimensions"):
+            source("w").permute(0, wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("index", "fault"),
     [

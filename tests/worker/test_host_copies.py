@@ -432,6 +432,22 @@ def test_what_is_being_filled_anew_is_not_released_for_the_version_before() -> N
     assert copy.content is not None
 
 
+def test_a_fill_that_was_begun_while_what_is_to_be_released_still_ends_is_not_released() -> None:
+    """The release before it keeps the copy busy, until the prefetch between them has given up."""
+    world = World()
+    handle, copy = world.filled()
+    world.do(world.copies.end_prefetch("a", world.now, frees=True))
+    between = world.prefetch(handle, timeout_s=1)
+    world.do(world.copies.end_prefetch("a", world.now, frees=True))
+    while between not in world.finished:
+        world.pass_time()
+    later = world.prefetch(handle)
+    assert copy.runs is ReleaseCall
+    world.end_call(copy)
+    assert world.settled(later) is None
+    assert copy.content is not None
+
+
 def test_a_fill_that_fails_before_it_takes_memory_gives_its_room_back() -> None:
     world = World()
     request = world.prefetch(world.handle())

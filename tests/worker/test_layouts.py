@@ -638,6 +638,17 @@ def test_what_does_not_fit_ends_the_call_with_everything_that_is_wrong() -> None
     assert "'v' is not published" in reader.said(Abandon)[0].error.message
 
 
+def test_without_a_manifest_the_regions_of_the_whole_model_are_planned() -> None:
+    published, blobs = publication_of_rows()
+    for names, found in ((None, ["w"]), (("w",), ["w"])):
+        made = plan(PlanReading(1, published, blobs, None, None, Declaration(), names))
+        assert isinstance(made, Planned)
+        assert [tensor.name for tensor in made.base.tensors] == found
+        assert made.base.nbytes == made.reading.nbytes == 2048 * 16
+    wrong = plan(PlanReading(1, published, blobs, None, None, Declaration(), ("v",)))
+    assert isinstance(wrong, ManifestMismatch)
+
+
 def test_a_plan_that_comes_too_late_changes_nothing() -> None:
     reader = Reader()
     reader.begin()

@@ -19,6 +19,7 @@ from tensorhub.errors import (
 )
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import (
+    Abandon,
     AddSource,
     DigestedAgain,
     ErrorInfo,
@@ -44,8 +45,9 @@ from tensorhub.testing.sim.layouts import Layout
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import HandleState, OpKey
 from tensorhub.worker.active_call import DEADLINE_SLACK_S
-from tensorhub.worker.calls import Action, Finish, Say
+from tensorhub.worker.calls import Action, CloseCall, Finish, Say
 from tensorhub.worker.filling import Filling
+from tensorhub.worker.member import Member
 from tensorhub.worker.states import Phase
 
 
@@ -277,6 +279,7 @@ def test_what_comes_for_a_fill_that_has_ended_changes_nothing(runs: str) -> None
         *member.pull_stopped(now),
         *member.receive(ManifestReply(10**6, b""), now),
         *member.receive(Refused(10**6, _error()), now),
+        *member.receive(RegisterAgain(10**6, whole=False), now),
     ]
     assert repr(member) == before
 
@@ -344,6 +347,59 @@ def test_what_has_changed_while_the_rest_is_pulled_ends_the_fill() -> None:
     cluster.run("read")
     assert asked.error is changed
     assert reader.member.state is HandleState.TORN
+
+
+def test_after_a_call_that_was_left_what_is_held_is_said_again_and_nothing_is_left_any_more() -> (
+    None
+):
+    """Its outcome comes late: what this rank held may have counted for its vote."""
+    cluster, _, (reader,) = published("reader")
+    reader.replicate()
+    cluster.run()
+    asked = reader.update(at_least=2)
+    cluster.run()
+    reader.cancel()
+    cluster.advance(2.5, run=False)  # no word has come, and none is waited for
+    run_actions(cluster)
+    assert asked.has_ended()
+    member, now = reader.member, cluster.now
+    assert asked.key is not None
+    assert [type(each) for each in over_a_new_connection(member, now)] == [Abandon, Register]
+    outcome = Outcome(asked.key, 0, False, False, None, _error())
+    (register,) = said_in(member.receive(outcome, now))
+    assert isinstance(register, Register)
+    assert register.held is not None
+    assert [type(each) for each in over_a_new_connection(member, now)] == [Register]
+
+
+def over_a_new_connection(member: Member, now: float) -> list[FromWorker]:
+    """What it says first."""
+    member.disconnected(now)
+    return said_in(member.connected(now))
+
+
+def test_a_handle_that_is_closed_has_nothing_to_say_when_it_is_closed_again() -> None:
+    cluster, _, (reader,) = published("reader")
+    reader.close()
+    cluster.run()
+    assert reader.member.state is HandleState.CLOSED
+    (finish,) = reader.member.begin(CloseCall(), 60, cluster.now)
+    assert isinstance(finish, Finish)
+    assert finish.error is None
+
+
+def test_an_owner_whose_connection_breaks_while_it_asks_to_leave_leaves_by_itself() -> None:
+    cluster, trainer, (reader,) = published("reader")
+    reader.replicate()
+    cluster.run("read")
+    asked = trainer.unpublish(60)
+    cluster.run("read")
+    assert not asked.has_ended()
+    trainer.worker.disconnect()
+    cluster.run()
+    assert asked.has_ended()
+    assert asked.error is None
+    assert trainer.member.state is HandleState.EMPTY
 
 
 def test_a_publish_that_is_to_be_called_again_has_ended() -> None:
