@@ -1,13 +1,14 @@
 """One version for all: how long do engines stop for a flip, after the last vote?
 
 Two engines in processes of their own, of so many MiB, beside two of 16 bytes, in turns: what the
-small ones take, calls and records take. With `--vllm`, in vLLM's environment, two offline `LLM`s as
-well. `OneVersion.flip_s` is timed, and its steps.
+small ones take, calls and records take. With `--vllm` or `--sglang`, in that environment, two
+offline engines of it as well. `OneVersion.flip_s` is timed, and its steps.
 
     python -m benches flips --mib 128 --rounds 20
 """
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -15,9 +16,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -43,7 +45,7 @@ def llama(mib: int) -> dict[str, Any]:
 
 
 def module_of(way: str, mib: int) -> torch.nn.Module:
-    if way == "vllm":
+    if way in ("vllm", "sglang"):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         model: torch.nn.Module = LlamaForCausalLM(LlamaConfig(**llama(mib))).to(torch.bfloat16)
@@ -77,15 +79,39 @@ def engine(address: str, way: str, mib: int) -> None:
         its.close()
 
 
-def started(stack: ExitStack, address: str, way: str, mib: int) -> IO[str]:
-    """What an engine says."""
+def started(stack: ExitStack, address: str, way: str, mib: int) -> Callable[[], object]:
+    """Waits until the engine is ready."""
+    if way == "sglang":
+        return sglang_started(stack, address, mib)
     command = [sys.executable, "-m", "benches.flips", address, way, f"{mib}"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     stack.callback(process.wait)
     assert process.stdin is not None
     assert process.stdout is not None
     stack.callback(process.stdin.close)
-    return process.stdout
+    says = process.stdout
+
+    def wait() -> None:
+        while (line := says.readline()) != "ready\n":
+            assert line, "an engine has ended"
+
+    return wait
+
+
+def sglang_started(stack: ExitStack, address: str, mib: int) -> Callable[[], object]:
+    from tests.frameworks.sglang_generating import Engine
+
+    place = Path(tempfile.mkdtemp()) / "engine"
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(llama(mib)))
+    environment = {
+        "TENSORHUB_ADDRESS": address,
+        "TENSORHUB_MODEL": "sglang",
+        "TENSORHUB_FLEET_HOST": "127.0.0.1",
+    }
+    engine = Engine(place, environment)
+    stack.callback(engine.kill)
+    return engine.hears
 
 
 class Fleet:
@@ -93,9 +119,9 @@ class Fleet:
 
     def __init__(self, stack: ExitStack, address: str, way: str, mib: int) -> None:
         self.hub = stack.enter_context(sync.connect(address))
+        self.waits = [started(stack, address, way, mib) for _ in range(ENGINES)]
         self.module, self.way = module_of(way, mib), way
         self.weights = self.hub.register(way, self.module)
-        self.said = [started(stack, address, way, mib) for _ in range(ENGINES)]
         self.fleet = OneVersion(self.hub, way)
         stack.callback(self.fleet.close)
         self.times: dict[str, list[float]] = defaultdict(list)
@@ -122,15 +148,15 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benches flips", description=__doc__)
     parser.add_argument("--mib", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--vllm", action="store_true")
+    for way in ("vllm", "sglang"):
+        parser.add_argument(f"--{way}", action="store_true")
     its = parser.parse_args(arguments)
-    ways = ["tiny", "plain", *(["vllm"] if its.vllm else [])]
+    ways = ["tiny", "plain", *(way for way in ("vllm", "sglang") if vars(its)[way])]
     with ExitStack() as stack:
         coordinator = stack.enter_context(sync.serve(token=""))
         fleets = [Fleet(stack, coordinator.address, way, its.mib) for way in ways]
-        for said in [said for each in fleets for said in each.said]:
-            while (line := said.readline()) != "ready\n":
-                assert line, "an engine has ended"
+        for wait in [wait for each in fleets for wait in each.waits]:
+            wait()
         for version in range(1, its.rounds + 2):
             for each in fleets if version % 2 else reversed(fleets):
                 each.update(version)

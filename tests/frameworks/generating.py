@@ -31,7 +31,7 @@ class Process:
     def __init__(
         self, module: str, place: Path, environment: dict[str, str], *given: object
     ) -> None:
-        place.mkdir()
+        place.mkdir(exist_ok=True)
         self.place = place
         paths = [str(place), str(ROOT), os.environ.get("PYTHONPATH", "")]
         self._lock = threading.Lock()
@@ -72,6 +72,10 @@ class Process:
                 return json.loads(line[1:])
             self._log.write(line)
         raise EOFError((self.place / "log").read_text()[-5000:])
+
+    def kill(self) -> None:
+        os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
 
     def wait(self) -> None:
         self._process.wait(60)

@@ -77,7 +77,8 @@ def install(directory: Path) -> None:
 def main(place: Path, ranks: int, host: str) -> None:
     """`host`: to join the fleet with, by a call."""
     install(place)
-    (place / "config.json").write_text(json.dumps(LLAMA))
+    if not (place / "config.json").exists():
+        (place / "config.json").write_text(json.dumps(LLAMA))
     import sglang
 
     from tensorhub import sync
@@ -97,6 +98,7 @@ def main(place: Path, ranks: int, host: str) -> None:
         attention_backend="torch_native",
         sampling_backend="pytorch",
         grammar_backend="none",
+        sleep_on_idle=True,
         custom_weight_loader=[LOADER],
         log_level="info",
     )

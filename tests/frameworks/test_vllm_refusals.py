@@ -5,8 +5,6 @@ answers of their own.
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,8 +26,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         assert made.hears() == "ready"
         yield made
     finally:
-        os.killpg(made.pid, signal.SIGKILL)
-        made.wait()
+        made.kill()
 
 
 def call(engine: Engine, method: str, **given: Any) -> Any:
