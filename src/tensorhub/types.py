@@ -224,8 +224,9 @@ class OpKey:
 
     model: Name
     group: Name
-    epoch: U64
-    sequence: U64
+    # as a store can keep them
+    epoch: Annotated[int, Range(0, VERSION_MAX)]
+    sequence: Annotated[int, Range(0, VERSION_MAX)]
 
     def __str__(self) -> str:
         return f"{self.model}/{self.group}@{self.epoch}#{self.sequence}"

@@ -7,9 +7,14 @@ and `operations`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from tensorhub.coordinator.entities import Model
-from tensorhub.errors import RegistrationError, StateError
-from tensorhub.messages import Fill, FromWorker, Held, Pin, Register
+from tensorhub.errors import ProtocolError, RegistrationError, StateError
+from tensorhub.messages import Fill, FromWorker, Held, Pin, Publish, Register
+from tensorhub.protocol.codec import FROM_WORKER
 from tensorhub.testing import DEVICE, MANIFEST, SimWorker, StepwiseCluster
 from tensorhub.types import OpKey, OpKind
 
@@ -125,3 +130,30 @@ def test_who_publishes_holds_nothing_else() -> None:
     )
     assert model_of(cluster).mark == 2
     assert [h.member.worker.name for h in model_of(cluster).versions[1].holdings[0]] == ["trainer"]
+
+
+@pytest.mark.parametrize(
+    ("number", "key"),
+    [
+        (2**63, OpKey("m", "g", 0, 0)),
+        (0, OpKey("m", "g", 2**63, 0)),
+        (0, OpKey("m", "g", 0, 2**63)),
+    ],
+)
+def test_a_number_that_no_store_can_keep_is_no_message(number: int, key: OpKey) -> None:
+    """Else the entries of other workers would fail together with its own."""
+    with pytest.raises(ProtocolError, match="is not from 0 to 9223372036854775807"):
+        FROM_WORKER.encode(Publish(key, 0, "r", number, 1, 60.0))
+
+
+def test_a_version_of_more_bytes_than_a_store_can_count_is_refused() -> None:
+    cluster = StepwiseCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    member = cluster.coordinator.cluster.members[trainer.id]
+    for nbytes, error in ((2**63, "cannot have 9223372036854775808 bytes"), (2**63 - 1, "")):
+        member.said = replace(member.said, nbytes=nbytes)
+        asked = trainer.publish(1)
+        cluster.run()
+        assert error in str(asked.error or "")
+    assert asked.number == 1

@@ -27,6 +27,7 @@ from tensorhub.coordinator.entities import (
 from tensorhub.coordinator.holdings import Holdings
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.refusals import Blame
+from tensorhub.coordinator.restoring import STORED_MAX
 from tensorhub.coordinator.states import OperationState, PartState
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
@@ -91,6 +92,9 @@ class Publishes:
         self._cluster.become(operation, OperationState.RUNNING, "every rank called")
         version.lay_out(operation.group.layout)
         nbytes = sum(part.member.said.nbytes for part in operation.parts.values())
+        if nbytes > STORED_MAX:
+            text = f"version {version.number} of {version.info.model!r} cannot have {nbytes} bytes"
+            return Blame(StateError(f"publish: {text}"))
         info = version.info
         version.info = replace(info, nbytes=nbytes)
         self._cluster.note(version)

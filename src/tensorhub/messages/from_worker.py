@@ -155,7 +155,7 @@ class Publish:
     key: OpKey
     rank: Rank
     registration: Id
-    version: U64
+    version: Number
     generation: U64
     timeout_s: Seconds
     in_lineage: Annotated[Number | None, Since(19)] = None
