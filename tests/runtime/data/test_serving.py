@@ -6,7 +6,7 @@ import itertools
 import os
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -196,6 +196,53 @@ async def test_a_chunk_is_withdrawn_from_a_reader_that_takes_it_too_slowly() -> 
 
         with pytest.raises(ConnectionLost):
             await anyio.to_thread.run_sync(drain)
+
+
+class Promised:
+    """See `Promise`."""
+
+    is_whole = True
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def is_there(self, regions: Iterable[int] | None) -> bool:
+        return True
+
+    def is_kept(self, regions: Iterable[int] | None) -> bool:
+        self.asked.append([*(regions or ())])
+        return self.is_whole
+
+
+def test_memory_that_was_written_is_not_read_until_it_is_opened_anew() -> None:
+    a, promise = Node("a", manifest_of(), filled=True), Promised()
+    told: list[object] = []
+    a.owner.on_suspicion = lambda *what: told.append(what)
+
+    def reads(generation: int, *, also_written: bool = False) -> bool:
+        right = None, a.registration, generation, CONTENT, [5], CHUNK_BYTES, 0.0
+        with a.owner.access(*right, also_written=also_written) as answer:
+            return isinstance(answer, tuple)
+
+    a.owner.open(a.registration, 7, CONTENT, a.memory, complete=True, promise=promise)
+    assert reads(7)
+    assert promise.asked == [[*a.memory.regions_of([5])]]
+    promise.is_whole = False
+    assert not reads(7)
+    promise.is_whole = True
+    assert not reads(7)
+    assert not reads(7)
+    assert reads(7, also_written=True)
+    assert told == [(a.registration, 7, 5)]
+    a.owner.fence(a.registration)
+    a.owner.open(a.registration, 8, CONTENT, a.memory, complete=True)
+    promise.is_whole = False  # of the old content
+    assert reads(8)
+    a.owner.fence(a.registration)
+    a.owner.open(a.registration, 9, CONTENT, a.memory, complete=True, promise=promise)
+    assert not reads(9)
+    assert told[1:] == [(a.registration, 9, 5)]
+    a.listener.close()
 
 
 def test_digests_that_are_missing_are_made_until_the_call_is_over() -> None:

@@ -177,7 +177,6 @@ class SharedOwner:
             self._memory[registration] = memory
             self._selected.pop(registration, None)
             self._votes[registration] = VoteBudget(sum(memory.sizes))
-            self._broken.pop(registration, None)
             self._promises.pop(registration, None)
             if promise is not None:
                 self._promises[registration] = promise
