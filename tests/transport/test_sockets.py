@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 
 import pytest
 
+from tensorhub.errors import StateError
 from tensorhub.transport import sockets
 from tensorhub.transport.base import Cutter, ReadFailure
 from tests.runtime.data_rig import WAIT_S
@@ -97,3 +99,21 @@ def test_a_cutter_does_not_touch_what_was_detached() -> None:
     assert (calls, cutter.is_cut) == ([], True)
     cutter.attach(lambda: calls.append("late"))
     assert calls == ["late"]
+
+
+def test_the_first_of_some_ports_that_is_free_is_listened_at() -> None:
+    with sockets.listen("127.0.0.1") as taken:
+        port = taken.getsockname()[1]
+        listener, nth = sockets.listen_at_one("127.0.0.1", [port, port, 0])
+        listener.close()
+        assert nth == 2
+        with pytest.raises(OSError, match="in use") as caught:
+            sockets.listen_at_one("127.0.0.1", [port, port])
+        assert caught.value.errno == errno.EADDRINUSE
+        with pytest.raises(OSError, match="assign") as caught:
+            sockets.listen_at_one("192.0.2.1", [0, port])  # another port would help as little
+        assert caught.value.errno == errno.EADDRNOTAVAIL
+    with pytest.raises(StateError, match="no port"):
+        sockets.listen_at_one("127.0.0.1", [])
+    assert sockets.is_here("127.0.0.1")
+    assert not sockets.is_here("192.0.2.1")

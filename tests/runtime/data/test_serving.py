@@ -18,6 +18,7 @@ import xxhash
 from tensorhub.errors import DrainTimeout, StateError
 from tensorhub.layouts.reading import Selection
 from tensorhub.layouts.shared import Share
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import ChunkFollows, ChunksFollow, Read, ReadRefused, StillWaiting
 from tensorhub.model.accesses import Refusal
 from tensorhub.model.digests import pack, root_of
@@ -28,9 +29,11 @@ from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.data import selections
 from tensorhub.runtime.data.selections import Selections
+from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.data.source_lane import SourceFailed
+from tensorhub.transport.cma import CmaOwner
 from tensorhub.transport.owner import Lane, OpenMemory
-from tensorhub.types import ContentId, Incarnation
+from tensorhub.types import ContentId, Incarnation, RegistrationId
 from tests.runtime.data_rig import (
     CHUNK_BYTES,
     CHUNKS,
@@ -196,6 +199,36 @@ async def test_a_chunk_is_withdrawn_from_a_reader_that_takes_it_too_slowly() -> 
 
         with pytest.raises(ConnectionLost):
             await anyio.to_thread.run_sync(drain)
+
+
+class Noted(CmaOwner):
+    """What it is told to let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[object] = []
+
+    def forget(self, registration: RegistrationId) -> None:
+        self.told.append(registration)
+
+    def release(self, memory: ChunkMemory) -> None:
+        self.told.append(memory)
+
+    def close(self) -> None:
+        self.told.append("all")
+
+
+def test_what_is_let_go_is_let_go_by_each_transport() -> None:
+    sides = [Noted(), Noted()]
+    a = Node("a", manifest_of(), filled=True, owner=SharedOwner(sides)).open(complete=True)
+    a.owner.fence(a.registration)
+    a.owner.forget(a.registration)
+    assert a.owner.memory_of(a.registration) is None
+    assert a.owner.digests(a.registration, a.generation) is None
+    a.owner.end_reading()
+    assert a.owner.header is None
+    assert [side.told for side in sides] == 2 * [[a.registration, a.memory, "all"]]
+    a.listener.close()
 
 
 class Promised:

@@ -5,10 +5,13 @@ tests/rdma.
 from __future__ import annotations
 
 import errno
+import importlib.util
 import mmap
 import os
+import sys
 import weakref
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,3 +165,23 @@ def test_an_error_of_verbs_is_one_of_the_system_and_names_the_attempt(
     with pytest.raises(OSError, match="ibv_reg_mr: ") as caught, verbs.named("ibv_reg_mr"):
         raise error
     assert caught.value.errno == code
+
+
+def test_the_system_s_pyverbs_is_found_and_nothing_that_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "python{}.{}".format(*sys.version_info)
+    for name, text in (("__init__", "is_run = True"), ("addr", "")):
+        (place / "pyverbs").mkdir(parents=True, exist_ok=True)
+        (place / "pyverbs" / f"{name}.py").write_text(text)
+    (place / "beside_pyverbs.py").touch()
+    monkeypatch.setattr(
+        verbs, "_SYSTEM_PATHS", (f"{tmp_path}/missing", f"{tmp_path}/python{{0}}.{{1}}")
+    )
+    for name in ("pyverbs", "pyverbs.addr"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # it goes with the test
+        del sys.modules[name]
+    verbs._find_system_pyverbs()
+    assert sys.modules["pyverbs"].is_run
+    assert importlib.import_module("pyverbs.addr").__file__ == f"{place}/pyverbs/addr.py"
+    assert importlib.util.find_spec("beside_pyverbs") is None
