@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -13,13 +15,14 @@ from tensorhub.model.manifest import Digest
 from tensorhub.runtime.data import lanes
 from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.source_lane import SourceFailed, SourceLane
-from tensorhub.transport.base import Arrival, Channel, Lacking
+from tensorhub.transport.base import Arrival, Channel, Lacking, ReadFailure
 from tensorhub.types import Incarnation, RegistrationId
 from tests.runtime.data.test_selections import setting
 from tests.runtime.data_rig import (
     CHUNKS,
     KINDS,
     SIZES,
+    WAIT_S,
     Node,
     Proxy,
     finish,
@@ -154,6 +157,48 @@ async def test_a_source_whose_memory_changed_is_named_corrupt_with_the_chunk(
     assert b.arrays == a.arrays
     assert report.reread_bytes == 0
     assert report.bytes_read == TOTAL + a.memory.sizes[5]  # the bad one counts as read
+
+
+class Failing:
+    """A channel that fails all of its threads once so many are inside."""
+
+    def __init__(self, threads: int) -> None:
+        self._all_are_inside = threading.Barrier(threads)
+        self.inside: list[int] = []
+        self.closed = 0
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        """Nothing of it will come."""
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        self.inside.append(threading.get_ident())
+        self._all_are_inside.wait(WAIT_S)
+        raise ReadFailure("lost", "it is gone")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+async def test_a_source_that_fails_several_threads_fails_once_and_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lanes, "HELP_BYTES", 1)
+    manifest = manifest_of()
+    a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=False)
+    runner, channel = b.runner(lanes=3), Failing(3)
+    (way,) = b.ways
+    with monkeypatch.context() as patch:
+        patch.setattr(way, "open", lambda *what: channel)
+        async with serving(a, b.open(complete=False)), runner:
+            runner.add_source(a.grant())
+            failed = await next_event(runner)
+            assert isinstance(failed, SourceFailed)
+            assert (failed.reason, failed.detail) == ("lost", "it is gone")
+            assert (len(set(channel.inside)), channel.closed) == (3, 1)
+            patch.undo()
+            runner.add_source(a.grant("again"))
+            await finish(runner)
+    assert b.arrays == a.arrays
 
 
 class Watched:
