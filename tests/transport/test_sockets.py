@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,3 +118,26 @@ def test_the_first_of_some_ports_that_is_free_is_listened_at() -> None:
         sockets.listen_at_one("127.0.0.1", [])
     assert sockets.is_here("127.0.0.1")
     assert not sockets.is_here("192.0.2.1")
+
+
+def test_a_connect_waits_up_to_its_deadline_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waited = 100.0, list[float]()
+
+    class Poll:
+        def register(self, connection: object, events: int) -> None:
+            """Nothing will happen there."""
+
+        def poll(self, timeout_ms: float) -> list[object]:
+            nonlocal now
+            waited.append(timeout_ms)
+            now += timeout_ms / 1000
+            return []
+
+    monkeypatch.setattr(sockets, "select", SimpleNamespace(poll=Poll, POLLOUT=0))
+    monkeypatch.setattr(sockets, "time", SimpleNamespace(monotonic=lambda: now))
+    for left_s in (0.25, 0.0, -1.0):
+        waited.clear()
+        with socket.socket() as connection, pytest.raises(OSError, match="in time") as caught:
+            sockets._wait_connected(connection, now + left_s)
+        assert caught.value.errno == errno.ETIMEDOUT
+        assert sum(waited) == pytest.approx(max(0.0, 1000 * left_s))
