@@ -9,8 +9,10 @@ from tensorhub.errors import (
     ManifestMismatch,
     StateError,
 )
+from tensorhub.messages import Deregister, Start
 from tensorhub.testing import BrokenHook, CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
+from tests.coordinator.test_bridges import filling, finish, published
 
 
 def trainer_and_reader(version: int = 1) -> tuple[StepwiseCluster, SimHandle, SimHandle]:
@@ -152,6 +154,21 @@ def test_an_update_with_nothing_new_is_one_round_trip_after_the_last_rank_has_ca
     assert sorted(said[1:]) == sorted(
         [trainer.worker.name, "<-", "Outcome"] for trainer in trainers
     )
+
+
+def test_a_rank_that_holds_the_version_in_another_layout_than_its_group_has_now_fills_it_again() -> (
+    None
+):
+    world, trainers = published()
+    readers = filling(world, ranks=2)
+    finish(world, readers, trainers)
+    for rank in readers:
+        rank.take(Start)
+    world.say(readers[1], Deregister(99, readers[1].name, True))
+    readers[1].layout_id = "own/another"
+    world.register(readers[1])
+    world.fill(readers)
+    assert [len(rank.take(Start)) for rank in readers] == [1, 1]
 
 
 def test_cancelling_in_the_middle_of_a_fill_leaves_torn_memory() -> None:

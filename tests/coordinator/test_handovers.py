@@ -261,6 +261,13 @@ def test_close_does_not_count_on_its_own_process() -> None:
     ends(cluster, trainer.close(abandon=True))
 
 
+def test_a_worker_with_a_byte_too_little_is_not_asked_for_a_copy() -> None:
+    cluster = StepwiseCluster(host_bytes=ROOM - 1)
+    trainer = cluster.handle("trainer")
+    publish(cluster, trainer)
+    assert asked_for(cluster) == []
+
+
 def test_a_worker_that_may_end_or_has_the_copy_is_not_asked_for_it() -> None:
     cluster = StepwiseCluster(host_bytes=2 * ROOM)
     trainer = cluster.handle("trainer")

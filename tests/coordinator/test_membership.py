@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.coordinator import CloseSession, Connected, Received, Send, Silent
-from tensorhub.coordinator.entities import Model
+from tensorhub.coordinator.entities import Model, Operation
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import GroupAborted, RegistrationError, StateError
 from tensorhub.messages import (
     Deregister,
     Dismissed,
+    Fill,
     Heartbeat,
     HeartbeatAck,
     Join,
@@ -20,7 +21,7 @@ from tensorhub.messages import (
     Welcome,
 )
 from tensorhub.testing import DEVICE, MANIFEST, Choice, SimHandle, StepwiseCluster
-from tensorhub.types import HandleState, Location, release
+from tensorhub.types import HandleState, Location, OpKey, OpKind, release
 from tensorhub.worker import registration_session
 from tests.coordinator.test_testimonies import list_of, published as with_digests, tell_it
 from tests.coordinator.test_wakeups import LEASE_S, Hall
@@ -260,6 +261,24 @@ def test_a_lost_incarnation_is_sent_away() -> None:
         Dismissed("this incarnation was lost; come back as a new one"),
         "lost incarnation",
     ]
+
+
+def test_memory_that_serves_no_reader_wakes_no_call_when_it_comes_and_goes(
+    looked: list[Operation],
+) -> None:
+    hall = Hall()
+    hall.connect(1)
+    hall.register(1, "a")
+    key = OpKey("m", "a", hall.core.cluster.models["m"].groups["a"].epoch, 0)
+    call = (OpKind.REPLICATE, "available", None, 1, False, False, 1000.0)
+    hall.say(1, Fill(key, 0, "a", *call))
+    assert key in hall.core.cluster.models["m"].waiting.flexible
+    looked.clear()
+    hall.reader(2)
+    hall.fetches(2, "f")
+    hall.say(2, Deregister(99, "read-only-f", True))
+    assert not looked
+    assert key in hall.core.cluster.models["m"].waiting.flexible
 
 
 def test_what_a_lost_worker_still_says_over_its_connection_is_not_heard() -> None:

@@ -82,6 +82,20 @@ def test_a_root_is_known_and_durable_once_all_chunks_were_read() -> None:
     assert again.root == root
 
 
+def test_roots_that_could_not_be_stored_are_stored_with_the_next_vote() -> None:
+    cluster, (_, reader) = published("reader")
+
+    def is_digested(entry: object) -> bool:
+        return isinstance(entry, Digested)
+
+    reader.replicate()
+    cluster.run(until=lambda: any(is_digested(each.entry) for each in cluster.unstored.values()))
+    cluster.fail_store()
+    cluster.run()
+    assert reader.member.version == 1
+    assert sum(map(is_digested, cluster.store)) == 1
+
+
 def test_digests_of_what_nobody_has_asked_for_change_nothing() -> None:
     """Those of generation 0, of memory that is not open, ended the coordinator."""
     cluster, (trainer, reader) = published("reader")
@@ -146,6 +160,20 @@ def test_a_vote_that_nobody_can_check_waits_until_its_deadline() -> None:
     assert trainer.member.version == 1
 
 
+def test_of_those_that_held_other_bytes_the_newest_are_remembered() -> None:
+    cluster, (_, *readers) = published("one", "two")
+    for reader in readers:
+        reader.replicate()
+        cluster.run()
+    with patch.object(limits, "INQUIRIES_MAX", 1):
+        for reader in readers:
+            holding = cluster.coordinator.cluster.members[reader.id].holding
+            assert holding is not None
+            cluster.coordinator._corruption_checks.condemn(holding)
+    version = cluster.coordinator.cluster.models["actor"].versions[1]
+    assert list(version.condemned) == [readers[1].worker.incarnation]
+
+
 def test_a_liar_that_comes_back_is_not_taken_for_a_holder() -> None:
     cluster, (_, liar, reader) = published("liar", "reader")
     liar.replicate()
@@ -176,10 +204,7 @@ def test_what_is_no_list_changes_nothing() -> None:
     ]
     for message in bad:
         tell_it(cluster, trainer, message)
-    assert (list_of(cluster).root, list_of(cluster).missing) == (
-        b"",
-        list_of(cluster).known.count(0),
-    )
+    assert (list_of(cluster).root, list_of(cluster).chunks) == (b"", -1)  # no list was begun
 
 
 def test_only_a_publisher_and_who_is_asked_are_heard() -> None:
