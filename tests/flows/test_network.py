@@ -173,7 +173,8 @@ def test_a_flow_may_follow_others_before_it_is_there() -> None:
     network.follow(9, (1, 2))
     network.add(1, (0,))
     network.add(2, (1,))
-    network.settle()
+    assert network.rates == {1: 0.0, 2: 0.0}
+    assert network.settle() == {1: None, 2: None}
     assert network.rates == {1: 6.0, 2: 6.0}
     assert 9 not in network
     network.add(9, (2,))

@@ -360,6 +360,12 @@ def test_what_is_no_selection_is_refused(changed: dict[str, list[int]], says: st
         Selection.decode(with_columns(**changed))
 
 
+@pytest.mark.parametrize("of", ["two\nlines", "x" * 1000])
+def test_a_selection_of_a_shard_that_has_no_such_name_is_refused(of: str) -> None:
+    with pytest.raises(ProtocolError, match=r"^bad selection: it is of a shard that has no such"):
+        Selection.decode(pack_all(1, [of], GOOD))
+
+
 def test_other_bytes_for_the_same_selection_are_refused() -> None:
     good = with_columns()
     for position in range(len(good)):

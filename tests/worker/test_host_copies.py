@@ -25,6 +25,7 @@ from tensorhub.errors import (
     TensorHubError,
     VersionUnavailable,
 )
+from tensorhub.machine import InvariantBroken
 from tensorhub.messages import CopyRefused, DropCopy, MakeCopy
 from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import FetchReport, HandleState, Medium, OpKind, Purpose, VersionInfo
@@ -446,6 +447,14 @@ def test_a_fill_that_was_begun_while_what_is_to_be_released_still_ends_is_not_re
     world.end_call(copy)
     assert world.settled(later) is None
     assert copy.content is not None
+
+
+def test_a_budget_that_is_exceeded_is_noticed() -> None:
+    world = World()
+    world.filled()
+    world.copies.budget.bytes_max = 0
+    with pytest.raises(InvariantBroken, match=r"^no more is reserved than there is: "):
+        world.copies.check_invariants()
 
 
 def test_a_fill_that_fails_before_it_takes_memory_gives_its_room_back() -> None:
