@@ -231,9 +231,11 @@ def test_who_fills_host_memory_in_another_site_makes_way_for_the_readers_of_its_
     assert chain.sources() == {"x": "b", "a": "t", "b": "a"}
     chain.call("c")
     assert chain.sources()["c"] == "b"
+    chain.says("c", 1, per_s=FAST / 2)
+    assert chain.sources()["x"] == "b"  # it has had nothing since it was moved
     chain.says("x", 1, per_s=FAST / 4)
     chain.passes(rules.COMPARE_S)
-    chain.says("c", 1, per_s=FAST / 2)
+    chain.says("c", 2, per_s=FAST / 2)
     assert chain.sources() == {"x": "c", "a": "t", "b": "a", "c": "b"}
     chain.finish()
 
