@@ -148,6 +148,9 @@ def test_memory_is_read_through_the_source_s_end_only(pyverbs: Pyverbs) -> None:
     assert of_source.attributes.qp_access_flags == REMOTE_READ
     assert of_reader.init.cap.max_send_wr == DEPTH
     assert of_source.init.cap.max_send_wr == 1
+    for pair, count in ((of_reader, DEPTH + 1), (of_source, 1)):
+        assert pair.init.scq is pair.init.rcq
+        assert (pair.init.scq.kind, pair.init.scq.count) == ("completions", count)
     assert (reader.card.reads, source.card.reads) == (READS_MADE, READS_ANSWERED)
     assert (source.card.gid, source.card.lid, source.card.mtu) == (GID, 77, 4)
     for queue in (reader, source):
