@@ -17,7 +17,7 @@ from tensorhub.messages import ReadRefused
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.frames import PREFACE
-from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
+from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake, ServerHandshake
 from tensorhub.protocol.secret import read_only_secret
 from tensorhub.runtime.data import acceptor
 from tensorhub.runtime.data.source_lane import SourceFailed
@@ -84,6 +84,34 @@ async def test_read_only_readers_have_half_of_the_places_at_most() -> None:
             to_b.add_source(a.grant())
             await finish(to_b)
             await until(are_inside(2))  # its own one is over
+
+
+class Hasty(socket.socket):
+    """It is said to be readable before something has come."""
+
+    looks = 0
+
+    def recv(self, bufsize: int, flags: int = 0) -> bytes:
+        self.looks += 1
+        if self.looks == 1:
+            raise BlockingIOError
+        return super().recv(bufsize, flags)
+
+
+async def test_a_handshake_goes_on_after_a_wakeup_for_nothing() -> None:
+    here, there = socket.socketpair()
+    server = ServerHandshake("owner", "a-1", [SECRET], os.urandom(NONCE_BYTES))
+    client = ClientHandshake("reader", "raw-1", SECRET, os.urandom(NONCE_BYTES))
+    with (
+        Hasty(fileno=here.detach()) as hasty,
+        BlockingConnection(there, stall_timeout_s=WAIT_S) as connection,
+    ):
+        hasty.setblocking(False)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(acceptor._handshake, hasty, None, server)
+            await anyio.to_thread.run_sync(connection.handshake, client, WAIT_S)
+        assert server.done
+        assert hasty.looks > 1
 
 
 async def test_a_reader_that_has_gone_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:

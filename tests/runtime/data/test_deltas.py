@@ -175,3 +175,5 @@ def test_what_has_ended_finds_nothing_and_can_begin_again() -> None:
     source.publish([6])
     source.check(2, source.find(2))
     assert set(source.find(2)) == set(ALL)
+    source.deltas.forget(HERE)
+    assert source.find(2) == {}

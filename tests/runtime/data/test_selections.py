@@ -222,6 +222,15 @@ def test_a_selection_is_said_in_pieces_and_may_be_said_again() -> None:
     assert known.upload(READER, MANY, name, len(blob), 0, blob) == (len(blob), [])
 
 
+def test_a_selection_of_more_parts_than_the_memory_has_is_refused() -> None:
+    known, (name, blob) = Selections(), blob_of(1, 50)
+    refused = known.upload(READER, 99, name, len(blob), 0, blob)
+    assert isinstance(refused, Refusal)
+    assert "a selection of 100 parts is not of this memory" in refused.reason
+    assert known.find(name) is None
+    assert known.upload(READER, 100, name, len(blob), 0, blob) == (len(blob), [])
+
+
 @pytest.mark.parametrize("what", ["another name", "longer", "no selection"])
 def test_what_is_no_selection_costs_its_reader_the_connection(what: str) -> None:
     known, (name, blob) = Selections(), blob_of(1)
