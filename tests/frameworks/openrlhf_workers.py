@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import ray
 import torch
 
 from tensorhub.errors import StateError
@@ -45,12 +44,11 @@ class CheckedPolicy(openrlhf.Policy):
             file.write(f"{json.dumps(note)}\n")
 
     def _call(self, method: Any) -> Any:
-        return ray.get([each.tensorhub_call.remote(method, {}) for each in self._engines])[0]
+        return [each.collective_rpc(method, {}) for each in self._clients][0]
 
     def _offer_less(self, whole: Mapping[str, torch.Tensor]) -> str:
         """What the engine says, under another name, and whether it keeps its weights."""
-        clients = [openrlhf.EngineClient(each, 0) for each in self._engines]
-        feed, before = EngineFeed(clients, model="less"), self._call(weights_of)
+        feed, before = EngineFeed(self._clients, model="less"), self._call(weights_of)
         try:
             feed.send((name, each) for name, each in whole.items() if name != LEFT_OUT)
         except StateError as error:
