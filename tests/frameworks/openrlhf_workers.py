@@ -44,7 +44,7 @@ class CheckedPolicy(openrlhf.Policy):
             file.write(f"{json.dumps(note)}\n")
 
     def _call(self, method: Any) -> Any:
-        return [each.collective_rpc(method, {}) for each in self._clients][0]
+        return self._clients[0].collective_rpc(method, {})
 
     def _offer_less(self, whole: Mapping[str, torch.Tensor]) -> str:
         """What the engine says, under another name, and whether it keeps its weights."""

@@ -119,7 +119,6 @@ def main(place: Path, ranks: int, host: str) -> None:
     serve(generate, call)
 
 
-sglang_cpu.shim()
 if __name__ in ("__main__", "__mp_main__"):  # and not in the parent
     generation()
 if __name__ == "__main__":
