@@ -218,7 +218,9 @@ class Shards(dict[int, Holders[H]]):
         return self.of(shard).complete > 0
 
     def are_whole(self) -> bool:
-        """Whether each shard had a complete holding, committed or not, at the last count."""
+        """Whether each shard has a complete holding, committed or not."""
+        if self.uncounted:
+            self.count()
         return not self.broken
 
     def have_sources(self) -> bool:

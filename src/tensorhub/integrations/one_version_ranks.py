@@ -15,6 +15,7 @@ publication gets into the model: that is a `Part`'s, one for each framework.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -34,8 +35,8 @@ FOREVER = timedelta(days=3650)  # a rank waits for rank 0, and the framework end
 NOT_QUICK = "so no version can be put in place quickly: update this engine by `fleet`"
 
 
-class Part:
-    """One rank's part of two slots, in host memory. A subclass has the methods that raise here."""
+class Part(ABC):
+    """One rank's part of two slots, in host memory."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         self.device, self._timeout_s = device, timeout_s
@@ -47,27 +48,27 @@ class Part:
 
     # -- what differs between frameworks
 
+    @abstractmethod
     def planned(self, version: int) -> tuple[VersionInfo, object, Any]:
         """The version, the plan for its tensors, and what keeps it from being all that this rank
         needs. The plan is another object where tensors have changed. Takes `lock` as needed.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def mismatch(self, version: int, faults: Sequence[Any]) -> TensorHubError | None:
         """What is wrong with the version, given each rank's faults."""
-        raise NotImplementedError
 
+    @abstractmethod
     def allocate(self) -> Mapping[str, torch.Tensor]:
         """Host memory for this rank's tensors of the plan. Called with `lock`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def register(self, tensors: Mapping[str, torch.Tensor], word: str) -> sync.Weights:
         """`word`: another one for each slot."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, tensors: Mapping[str, torch.Tensor], info: VersionInfo) -> None:
         """Have the model hold them. Called with `lock`."""
-        raise NotImplementedError
 
     # -- what rank 0 orders
 

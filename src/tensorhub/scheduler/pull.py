@@ -79,7 +79,7 @@ SOURCE_TABLE: Final[Mapping[SourceState, frozenset[SourceState]]] = {
 class _Source:
     state: SourceState = SourceState.LIVE
     in_flight: set[int] = field(default_factory=set)
-    # what it had when it lacked something; None: everything, or nobody knows
+    # what it had when it lacked something; None: everything, or it is unknown
     has: Runs | None = None
     turn: int = 0  # when it was asked last; 0: never, its lane is not up
     bytes_read: int = 0  # payload that its lane took in, discarded included
