@@ -45,6 +45,10 @@ def llama(mib: int) -> dict[str, Any]:
 
 
 def module_of(way: str, mib: int) -> torch.nn.Module:
+    if way == "sglang":
+        from tests.frameworks import sglang_cpu
+
+        sglang_cpu.shim()  # transformers wants torchvision
     if way in ("vllm", "sglang"):
         from transformers import LlamaConfig, LlamaForCausalLM
 
