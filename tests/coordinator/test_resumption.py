@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from tensorhub.errors import GroupAborted, OperationTimeout, StateError, VersionUnavailable
-from tensorhub.testing import CallRecord, Choice, SimHandle, StepwiseCluster
+from tensorhub.testing import MANIFEST, CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
 
 
@@ -364,3 +364,29 @@ def test_a_call_goes_on_to_no_newer_version_that_has_no_source_yet() -> None:
     keeper.worker.connect()
     cluster.run()
     assert asked.number == 1
+
+
+def test_a_shard_of_a_newer_version_is_read_as_soon_as_one_worker_is_back_with_it() -> None:
+    """Not all of its ranks are back: the version itself is unavailable as before."""
+    cluster = StepwiseCluster(host_bytes=4 * MANIFEST.nbytes)
+    groups = [cluster.group("trainer", 3), cluster.group("other", 3)]
+    host = cluster.worker("host")
+    cluster.run()
+    for number, ranks in enumerate(groups, 1):
+        for handle in ranks:
+            handle.publish(number)
+        cluster.run("read")
+        if number == 1:
+            newest = cluster.coordinator.cluster.models["actor"].newest_visible()
+            assert newest is not None
+            wanted = host.copies.seed(newest.info, 1, 60)
+            cluster.run("read")
+            (copy,) = host.handles
+            read_half(cluster, copy)
+    restart(cluster, but=[handle for ranks in groups for handle in ranks])
+    for rank in (0, 1):
+        assert not wanted.done
+        groups[1][rank].worker.connect()
+        cluster.run()
+    assert wanted.done  # no time has passed
+    assert copy.member.version == 2

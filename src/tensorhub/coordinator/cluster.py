@@ -335,6 +335,9 @@ class Cluster:
                     layout.has_grown = False
                     self.wake_all(version.starving)
                     self.wake_all(model.waiting.unbound_copies)
+                    if self.is_recovering:  # this version may be read instead of an older one
+                        for other in model.versions.values():
+                            self.wake_all(other.starving)
             self.wake_all(model.waiting.forlorn)
 
     def reckon_all_of(self, worker: Worker) -> None:

@@ -122,6 +122,8 @@ class SimulatedCluster(TimedCluster):
         if readers.random() < READERS_DRAWN:
             self.users.readers, self.read_only_max = readers, READ_ONLY_MAX
             self.coordinator.cluster.read_only.sessions_max = READ_ONLY_MAX
+            # they alone find older copies of the state by what they are told
+            self.injector.plan.make_frequent(Fault.OLDER_STATE)
         large = Random(f"large groups {seed}")
         if large.random() < LARGE_DRAWN and not (layouts or archive):
             self.users.world_size = large.choice(LARGE_GROUPS)

@@ -18,11 +18,13 @@ from tensorhub.testing.sim import misdeeds
 from tensorhub.testing.sim.faults import KINDS_LEAST, Fault, FaultPlan
 from tensorhub.testing.sim.handle import BrokenHook
 from tensorhub.testing.sim.network import COORDINATOR, STANDBY, Link
+from tensorhub.testing.sim.ports import HandlePort
 from tensorhub.testing.sim.pulling import SimLane
 from tensorhub.testing.sim.sites import HERE
 from tensorhub.testing.sim.worker import SimHandle, SimWorker, WorkerUsers
 from tensorhub.testing.sim.world import World
 from tensorhub.types import HandleState
+from tensorhub.worker.filling import Filling
 
 COMES_BACK_S = 0.05  # a worker that has lost its connection
 SHORT_S = (0.05, 0.5, 2.0)
@@ -33,6 +35,7 @@ CUT_OFF_LEASES = (1.3, 2.0)  # a holder that asks to leave
 # margin of a lease.
 JUMP_LEASES, JUMP_EVERY_LEASES = 0.2, 4.0
 STAGED_CANCELS = 0.3  # of the votes for what is staged, where users cancel calls
+FENCED_CANCELS = 0.3  # of the fills whose fence has to wait, likewise
 AMBUSHES = 0.4  # of all partitions, drops and crashes of the coordinator
 FORGETS = (1, 1, 2, 5, 20)  # entries that an older copy of the state lacks
 ABSENT_S = 3.0  # at least: time for others to go on
@@ -128,6 +131,7 @@ class Injector:
         self._cut_off_leases = 0.0
         # the coordinator dies while it says next how a group's operation has ended
         self._cuts_short = False
+        self._cuts_write = False  # the coordinator dies in the midst of its next write
         self._stalled: dict[str, float] = {}  # sources that send nothing, and until when
         self._for_lanes: list[Fault] = []  # STALL and SLOW that strike the next reads
         self._jumps_again_at: dict[SimWorker, float] = {}
@@ -179,7 +183,7 @@ class Injector:
         self._absences.clear()
         self._cut_off_leases = 0.0
         self._changes_of_mind.clear()
-        self._cuts_short = False
+        self._cuts_short = self._cuts_write = False
         self._for_lanes.clear()
         self._stalled.clear()
         self._unread.clear()
@@ -208,7 +212,11 @@ class Injector:
     def store_s(self) -> float:
         """How long the next write takes."""
         slow = self._timeline.now < self.slow_store_until
-        return self._random.uniform(0.5, 4.0) if slow else self._random.uniform(0.0002, 0.01)
+        seconds = self._random.uniform(0.5, 4.0) if slow else self._random.uniform(0.0002, 0.01)
+        if self._cuts_write:
+            self._cuts_write = False
+            self._timeline.after(seconds * self._random.random(), None, self._dies_in_write)
+        return seconds
 
     def store_fails(self) -> bool:
         """Whether this write has failed."""
@@ -300,6 +308,21 @@ class Injector:
         takes_back = is_staged and Fault.CANCEL in self.plan.weights and not self.is_over
         return takes_back and self._random.random() < STAGED_CANCELS
 
+    def fence_waits(self, handle: HandlePort) -> None:
+        """A handle takes its memory back, and an access still runs. If it is to be filled, its user
+        may change his mind.
+        """
+        fill = handle.member.running
+        if not isinstance(fill, Filling) or self.is_over:
+            return
+        if Fault.CANCEL in self.plan.weights and self._random.random() < FENCED_CANCELS:
+            self._timeline.after(0.0, handle.worker, self._cancel_fenced, handle, fill)
+
+    def _cancel_fenced(self, handle: HandlePort, fill: Filling) -> None:
+        if handle.member.running is fill and handle.fencing_since is not None:
+            handle.cancel()
+            self.happens(Fault.CANCEL)
+
     def rolls_back(self) -> None:
         """The coordinator is about to hear of a rollback: a holder of the versions that it retires
         may be away.
@@ -362,6 +385,10 @@ class Injector:
         """So much of it got out; now it dies."""
         self._cuts_short = False
         if self._crash_coordinator(lost=False):
+            self.happens(Fault.COORDINATOR)
+
+    def _dies_in_write(self) -> None:
+        if not self.is_over and self._crash_coordinator(lost=False):
             self.happens(Fault.COORDINATOR)
 
     def _cannot_allocate(self, until: float) -> bool:
@@ -434,7 +461,8 @@ class Injector:
             case Fault.RESTART:
                 return self.users.restart_one()
             case Fault.COORDINATOR if random.random() < AMBUSHES:
-                self._cuts_short = True
+                self._cuts_write = random.random() < 0.5
+                self._cuts_short = not self._cuts_write
                 return False
             case Fault.COORDINATOR | Fault.STATE_LOST:
                 return self._crash_coordinator(lost=kind is Fault.STATE_LOST)

@@ -237,6 +237,8 @@ class TimedCluster(World):
         ends = [worker.now + self.fence_grace_s, *([] if fence.until is None else [fence.until])]
         for when in map(worker.when, ends):
             self.timeline.at(max(when, now), worker, self.access_ended, handle)
+        if not worker.owner.is_quiet(handle.id):
+            self.injector.fence_waits(handle)
 
     def clock_changed(self, worker: SimWorkerPort) -> None:
         there = next(each for each in self.workers.values() if each is worker)

@@ -92,9 +92,8 @@ class FaultPlan:
     """
 
     def __init__(self, random: Random, allowed: Collection[Fault] | None, seed: int) -> None:
-        self._kinds = kinds = [
-            kind for kind in Fault if kind not in LATER and (allowed is None or kind in allowed)
-        ]
+        self.allowed = frozenset(Fault if allowed is None else allowed)
+        self._kinds = kinds = [kind for kind in Fault if kind not in LATER and kind in self.allowed]
         few = min(len(kinds), KINDS_LEAST)
         count = few if random.random() < 0.2 else random.randint(few, len(kinds))
         drawn = random.sample(kinds, count)
@@ -119,6 +118,11 @@ class FaultPlan:
         """Those strike no more."""
         self._kinds = [kind for kind in self._kinds if kind not in kinds]
         self.weights = {kind: its for kind, its in self.weights.items() if kind not in kinds}
+
+    def make_frequent(self, kind: Fault) -> None:
+        """No kind strikes more often, if it may be drawn at all."""
+        if kind in self.allowed:
+            self.weights[kind] = max(self.weights.values(), default=1.0)
 
     def broaden(self, random: Random) -> None:
         """One kind more: the drawn kinds find no victim."""

@@ -60,6 +60,9 @@ class HandlePort(JudgedHandle, Protocol):
     def call(self, call: Call, timeout_s: float = 60.0) -> JudgedCall:
         """Begin a call; raises StateError where the handle's state forbids it."""
 
+    def cancel(self) -> None:
+        """The caller does not want its running call any more."""
+
     def report_of(self, record: JudgedCall) -> FetchReport:
         """What a fill took."""
 
