@@ -24,6 +24,7 @@ from tensorhub.errors import StateError
 from tensorhub.machine import counting_transitions
 from tensorhub.testing.coverage import judged
 from tensorhub.testing.drivers.healing import Healing
+from tensorhub.testing.drivers.injecting import has_standby
 from tensorhub.testing.drivers.parts import Whole
 from tensorhub.testing.drivers.timed import TimedCluster
 from tensorhub.testing.drivers.timeline import Timeline
@@ -95,6 +96,9 @@ class SimulatedCluster(TimedCluster):
         disk = Random(f"disk {seed}")
         on_disk = disk.random() < ON_DISK
         super().__init__(seed, faults, options, events, timeline, disk if on_disk else None)
+        if on_disk and not has_standby(self.injector.plan):
+            # it leaves files that are cut in the midst of a write
+            self.injector.plan.make_frequent(Fault.COORDINATOR)
         self.part = self.injector.part = part or Whole()
         self.faults_until: int | None = None  # so many events, once there were enough
         self.options_given = options

@@ -388,7 +388,7 @@ class Injector:
             self.happens(Fault.COORDINATOR)
 
     def _dies_in_write(self) -> None:
-        if not self.is_over and self._crash_coordinator(lost=False):
+        if not self.is_over and self._crash_coordinator(lost=False, keeps=False):
             self.happens(Fault.COORDINATOR)
 
     def _cannot_allocate(self, until: float) -> bool:
@@ -525,13 +525,17 @@ class Injector:
                 assert worker is not None
                 return self._strike_worker(kind, worker)
 
-    def _crash_coordinator(self, *, lost: bool, lease_s: float = 0.0, forgets: int = 0) -> bool:
-        """`lease_s`: a standby leads within that time, on another machine."""
+    def _crash_coordinator(
+        self, *, lost: bool, lease_s: float = 0.0, forgets: int = 0, keeps: bool = True
+    ) -> bool:
+        """`lease_s`: a standby leads within that time, on another machine. `keeps`: running writes
+        may become durable.
+        """
         if not self._timeline.coordinator.alive:
             return False
         down_s = self._random.choice((0.01, 0.3, 3.0, 12.0))
         self._unread.clear()
-        share = self._random.random()
+        share = self._random.random() if keeps else 0.4
         kept = 1.0 if share < 0.4 else 0.0 if share < 0.8 else 5 * share - 4  # a batch may be split
         if lease_s:
             down_s = lease_s * self._random.random()
