@@ -23,7 +23,7 @@ from safetensors.numpy import load
 from tensorhub import deltas
 from tensorhub.archives.anchors import INDEX
 from tensorhub.archives.catalogue import Key, VersionCatalogue
-from tensorhub.archives.reading import Reader
+from tensorhub.archives.reading import Reader, Readers
 from tensorhub.archives.retention import Keep
 from tensorhub.archives.store import Store
 from tensorhub.archives.writing import Archive
@@ -566,6 +566,20 @@ def test_readers_keep_what_they_read(local: Store) -> None:
     archive.retain(Keep(1), apply)
     assert [key.number for key in archive.catalogue.versions] == [8]
     assert archive.sweep(timedelta(0)) == []
+
+
+def test_a_reader_that_is_in_use_stays_open_when_others_are_closed(local: Store) -> None:
+    random = Random(1)
+    model = plain(random)
+    history(opened(local), model, random, 6)
+    readers = Readers(VersionCatalogue(local, "actor").load(), apply, idle_max=0)
+    with readers.reading(Key(0, 2)) as reader:
+        with readers.reading(Key(0, 5)):
+            readers.close_idle()
+        assert readers.uses == reader.uses
+        (chunks,) = content_of(reader)
+    assert chunks == model.chunks(0, model.copies[2])
+    assert not readers.uses
 
 
 def long_chain(local: Store) -> tuple[Archive, Model]:

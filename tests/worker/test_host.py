@@ -20,6 +20,7 @@ from tensorhub.messages import (
     LeaveRequest,
     Outcome,
     Prepared,
+    ReadFailed,
     Refused,
     Register,
     Registered as RegisteredReply,
@@ -440,6 +441,22 @@ def test_a_staged_update_reads_from_the_sources_that_are_left_when_there_is_room
     assert rank.take() == []
     rank.do(rank.member.room_ended(None, 0))
     assert [grant.lease for grant in of(rank.take(), StartPull).grants] == ["other"]
+
+
+def test_a_source_that_is_taken_back_before_it_is_read_hears_at_once_that_it_is_free() -> None:
+    """Else its owner would wait out the grace of a reader that never comes."""
+    rank = Rank(LocalCopies())
+    rank.hold(1)
+    rank.fill(2)
+    assert kinds(rank.take()) == ["Fence"]
+    running = rank.member.running
+    assert running is not None
+    assert running.key is not None
+    rank.do(rank.member.receive(AddSource(running.key, 0, GRANT), 0))
+    rank.do(rank.member.receive(DropSource(running.key, 0, GRANT.lease, "moved"), 0))
+    assert [(said.lease, said.reason) for said in rank.said(ReadFailed)] == [
+        (GRANT.lease, "dropped")
+    ]
 
 
 @pytest.mark.parametrize("why", ["there is none", "cancelled", "cancelled too late"])

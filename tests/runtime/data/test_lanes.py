@@ -316,6 +316,46 @@ async def test_a_source_that_never_gets_what_it_lacks_is_given_up(transport: str
     assert c.arrays == a.arrays
 
 
+class Late:
+    """A channel that says what its source lacks only when that is to be heard."""
+
+    def __init__(self, channel: Channel, when: threading.Event) -> None:
+        self._channel, self._when = channel, when
+        self.submit, self.close = channel.submit, channel.close
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        answer = self._channel.receive(bytes_max)
+        if isinstance(answer, Lacking):
+            assert self._when.wait(WAIT_S)
+        return answer
+
+
+async def test_a_source_with_nothing_to_do_brings_what_another_turns_out_to_lack(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = manifest_of()
+    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
+    runner = c.open(complete=False).runner(transport=transport, batch_bytes=TOTAL)
+    (way,) = c.ways
+    opens, waits, rests = way.open, PullRunner._wait, threading.Event()
+
+    def waiting(runner: PullRunner) -> float:
+        rests.set()  # under the lock, which is free only once this lane is to be woken
+        return waits(runner)
+
+    monkeypatch.setattr(PullRunner, "_wait", waiting)
+    monkeypatch.setattr(way, "open", lambda *what: Late(opens(*what), rests))
+    async with serving(a.open(complete=False), b.open(complete=True), c), runner:
+        a.make_available(*range(CHUNKS - 1))
+        runner.add_source(a.grant(complete=False))
+        await until(lambda: runner.report().chunks_verified == CHUNKS - 1)
+        runner.add_source(b.grant())  # the last chunk is asked for at the first source
+        await finish(runner)
+        last = a.memory.sizes[-1]
+        assert [each.bytes_read for each in runner.report().sources] == [TOTAL - last, last]
+    assert c.arrays == a.arrays
+
+
 async def test_readers_that_together_hold_everything_complete_one_another(transport: str) -> None:
     """A wait cycle of three, and no chunk that waits for itself (R9)."""
     manifest = manifest_of()
