@@ -17,7 +17,8 @@ from tensorhub.scheduler.sources import Sources, Standing
 from tensorhub.types import SAME_HOST_TRANSPORTS, Location
 
 NAMES = st.integers(0, 2).map(str)
-LOCATIONS = st.builds(
+# also workers of one host that name different sites and racks
+LOCATIONS = st.builds(Location, NAMES, NAMES, NAMES) | st.builds(
     lambda site, rack, host: Location(site, rack, f"{site}.{rack}.{host}"), NAMES, NAMES, NAMES
 )
 TRANSPORTS = st.frozensets(st.sampled_from(["tcp", "rdma", "cma", "shm"]), max_size=3)
@@ -82,6 +83,7 @@ def test_it_chooses_as_a_look_at_all_would(
     for source in there:
         sources.drop(source)
     assert not any(root.first or root.children for root in sources._roots.values())
+    assert not sources._hosts
 
 
 def test_a_source_that_is_back_with_other_transports_is_found_over_these_only() -> None:
@@ -95,6 +97,16 @@ def test_a_source_that_is_back_with_other_transports_is_found_over_these_only() 
             if sources.best(here, frozenset({mine}), wanted, SUPPOSED_BYTES_PER_S, lambda _: False)
         }
         assert found == theirs
+
+
+@pytest.mark.parametrize("there", [Location("s", "q", "h"), Location("t", "r", "h")])
+def test_a_source_on_the_same_host_is_found_whichever_rack_and_site_its_worker_names(
+    there: Location,
+) -> None:
+    here, shm, sources = Location("s", "r", "h"), frozenset({"shm"}), Sources[str]()
+    sources.put("a", Standing(there, shm, Load(0, 0), 0, 1))
+    wanted = Wanted(10**9, 10**6)
+    assert sources.best(here, shm, wanted, SUPPOSED_BYTES_PER_S, lambda _: False) == "a"
 
 
 def test_whoever_shares_memory_shares_no_uplink() -> None:

@@ -7,7 +7,8 @@ its load (how many readers share it, and how slow it is), and its depth. So sour
 tree site / rack / host. Each node has, for each load, a sorted list: a host has one of its sources,
 a rack or site one of its children, by the best source of each. A reader's candidates are then the
 firsts of a few lists along the way from its host to the root, each without the child that was
-looked at already.
+looked at already. The sources of its host are found by the host's name: workers of one host may
+name different racks and sites.
 
 A change costs a few insertions in sorted lists, a choice a few looks. Neither grows with the number
 of sources, but for the number of different loads, which is small. Where the reader refuses the best
@@ -94,6 +95,7 @@ class _Way(NamedTuple, Generic[T]):
     load: Load
     felt: Load  # what a reader over this way feels of it
     nearer: _Node[T] | None  # what another list has
+    beside: str | None  # the host whose sources other lists have, wherever it is
 
 
 class Sources(Generic[T]):
@@ -103,6 +105,8 @@ class Sources(Generic[T]):
         # by the transports that they are offered over
         self._roots: dict[frozenset[str], _Node[T]] = {}
         self._there: dict[T, tuple[Standing, _Node[T]]] = {}  # how it stands, and its host
+        # by transports and name; by site and rack: workers of one host may name different ones
+        self._hosts: dict[tuple[frozenset[str], str], dict[tuple[str, str], _Node[T]]] = {}
 
     def __len__(self) -> int:
         return len(self._there)
@@ -138,8 +142,12 @@ class Sources(Generic[T]):
         if source not in self._there:
             return
         standing, node = self._there.pop(source)
-        where = standing.location
+        where, key = standing.location, (standing.transports, standing.location.host)
         node.change(standing.load, standing.rank, source, add=False)
+        if not node.first:
+            del self._hosts[key][where.site, where.rack]
+            if not self._hosts[key]:
+                del self._hosts[key]
         for name in (where.host, where.rack, where.site):  # nothing is kept of where no source is
             if node.first or node.parent is None:
                 return
@@ -152,7 +160,10 @@ class Sources(Generic[T]):
         if root is None:
             root = self._roots[standing.transports] = _Node(None)
         where = standing.location
-        return root.child(where.site).child(where.rack).child(where.host)
+        host = root.child(where.site).child(where.rack).child(where.host)
+        named = self._hosts.setdefault((standing.transports, where.host), {})
+        named[where.site, where.rack] = host
+        return host
 
     def best(
         self,
@@ -200,7 +211,7 @@ class Sources(Generic[T]):
             what = entries[place][2]
             if isinstance(what, _Node):
                 enter(what.first[way.load], 0, way)
-            else:
+            elif self._there[what][0].location.host != way.beside:
                 yield what
             enter(entries, place + 1, way)
 
@@ -213,19 +224,20 @@ class Sources(Generic[T]):
             if not common:
                 continue
             shares_memory = not SAME_HOST_TRANSPORTS.isdisjoint(common)
+            for (there, _), node in self._hosts.get((theirs, reader.host), {}).items():
+                apart = Distance.HOST if there == reader.site else Distance.FAR
+                for load, entries in node.first.items():
+                    felt = load._replace(readers=0) if shares_memory else load
+                    yield entries, _Way(apart, load, felt, None, None)
+            if common <= SAME_HOST_TRANSPORTS:
+                continue
             site = root.children.get(reader.site)
             rack = site.children.get(reader.rack) if site is not None else None
             host = rack.children.get(reader.host) if rack is not None else None
-            if host is not None:
-                for load, entries in host.first.items():
-                    felt = load._replace(readers=0) if shares_memory else load
-                    yield entries, _Way(Distance.HOST, load, felt, None)
-            if common <= SAME_HOST_TRANSPORTS:
-                continue
-            for node, nearer, apart in (
+            for within, nearer, apart in (
                 (rack, host, Distance.RACK),
                 (site, rack, Distance.SITE),
                 (root, site, Distance.FAR),
             ):
-                for load, entries in node.first.items() if node is not None else ():
-                    yield entries, _Way(apart, load, load, nearer)
+                for load, entries in within.first.items() if within is not None else ():
+                    yield entries, _Way(apart, load, load, nearer, reader.host)
