@@ -8,6 +8,7 @@ from tensorhub.coordinator import Persist, Retention
 from tensorhub.messages import Announce, Watch
 from tensorhub.testing import GuaranteeBroken, SimulatedCluster
 from tensorhub.testing.sim.judges.reference_model import Publishing
+from tensorhub.testing.sim.network import Link
 from tensorhub.testing.sim.terms import Term
 from tensorhub.types import VersionInfo
 
@@ -59,3 +60,15 @@ def test_a_former_leader_knows_what_was_so_when_it_was_deposed_however_many_lead
     history.announced(worker, Announce("actor", versions[1]))
     with pytest.raises(GuaranteeBroken, match="visibility"):
         history.announced(worker, Announce("actor", versions[0]))
+
+
+def test_the_last_words_of_a_late_leader_arrive_after_it_has_stepped_down() -> None:
+    cluster = SimulatedCluster(1, faults=())
+    former, worker = cluster.term, cluster.worker("w")
+    cluster.process.split(lease_s=1.0, stops_s=0.0, believes_s=2.0)
+    assert cluster.run_until(lambda: cluster.former is former, 5.0)
+    worker.link = Link(1, former.party)
+    cluster.process.step_down(former, "it looks at its clock")
+    assert cluster.is_behind(worker)
+    worker.link = Link(2, cluster.term.party)
+    assert not cluster.is_behind(worker)

@@ -233,6 +233,7 @@ class CoordinatorProcess:
         term.party.alive = False
         if term is world.former:
             world.former = None
+            world.was_late = term.party if term.is_clock_wrong else None
         self._died(term)
 
     def begin_anew(self, term: Term, why: str) -> None:

@@ -13,7 +13,6 @@ from tensorhub.model.manifest import Manifest
 from tensorhub.testing.sim.judges.guarantees import Guarantees
 from tensorhub.testing.sim.judges.ports import JudgedCall, JudgedHandle, JudgedWorker, JudgedWorld
 from tensorhub.testing.sim.judges.verified import VerifiedChunks
-from tensorhub.testing.sim.network import Link
 from tensorhub.types import FetchReport, RegistrationId
 from tensorhub.worker.calls import Action, Call, Fence
 from tensorhub.worker.interpreter import Interpreter
@@ -25,7 +24,6 @@ from tensorhub.worker.router import Router
 class SimWorkerPort(JudgedWorker, Protocol):
     """A worker process."""
 
-    link: Link | None
     host_bytes: int
     manifests: dict[str, Manifest]
     found_copies: LocalCopies

@@ -122,6 +122,8 @@ class World(Driver):
         self.by_registration: dict[str, SimHandle] = {}
         self.store = store if store is not None else FencedStore()  # an empty one is false
         self.former: Term | None = None  # it has not noticed that another one leads
+        # where one noticed too late; what it said last may still be on its way
+        self.was_late: Process | None = None
         self.ident = "c"  # of the coordinator's state
         self.read_only_max = 0  # sessions at a time; 0: as the options have it
         self.is_older = False  # it is an older copy, and no coordinator has noticed
@@ -175,7 +177,9 @@ class World(Driver):
 
     def is_behind(self, worker: JudgedWorker) -> bool:
         term = self.term_of(worker)
-        return term is not self.term and term.is_clock_wrong
+        if term is not self.term:
+            return term.is_clock_wrong
+        return worker.link is not None and worker.link.party is self.was_late
 
     @property
     def clock_rate(self) -> float:

@@ -14,6 +14,7 @@ from tensorhub.model.manifest import Manifest
 from tensorhub.testing.sim.clocks import Clock
 from tensorhub.testing.sim.judges import reference_model
 from tensorhub.testing.sim.memory import Cells
+from tensorhub.testing.sim.network import Link
 from tensorhub.types import Location, OpKey, Options, RegistrationId, VersionInfo
 from tensorhub.worker.calls import Action, Call
 from tensorhub.worker.member import Member
@@ -55,6 +56,7 @@ class JudgedWorker(Protocol):
     name: str
     location: Location
     incarnation: str
+    link: Link | None  # to a coordinator
     alive: bool
     stopped_until: float  # its threads do not run before
     owner: Owner
