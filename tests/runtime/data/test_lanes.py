@@ -16,7 +16,7 @@ from tensorhub.runtime.data import lanes
 from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.runtime.data.source_lane import SourceFailed, SourceLane
 from tensorhub.transport.base import Arrival, Channel, Lacking, ReadFailure
-from tensorhub.types import Incarnation, RegistrationId
+from tensorhub.types import Incarnation, LeaseId, RegistrationId
 from tests.runtime.data.test_selections import setting
 from tests.runtime.data_rig import (
     CHUNKS,
@@ -317,42 +317,91 @@ async def test_a_source_that_never_gets_what_it_lacks_is_given_up(transport: str
 
 
 class Late:
-    """A channel that says what its source lacks only when that is to be heard."""
+    """A channel of a source that lacks something, and says so only once others have nothing to do
+    and it may (`may_say`); or fails then.
+    """
 
-    def __init__(self, channel: Channel, when: threading.Event) -> None:
-        self._channel, self._when = channel, when
+    others_rest = threading.Event()
+    may_say = threading.Event()
+    fails = False
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
         self.submit, self.close = channel.submit, channel.close
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         answer = self._channel.receive(bytes_max)
         if isinstance(answer, Lacking):
-            assert self._when.wait(WAIT_S)
+            assert self.others_rest.wait(WAIT_S)
+            assert self.may_say.wait(WAIT_S)
+            if self.fails:
+                raise ReadFailure("lost", "it is gone")
         return answer
 
 
-async def test_a_source_with_nothing_to_do_brings_what_another_turns_out_to_lack(
-    transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = manifest_of()
-    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
-    runner = c.open(complete=False).runner(transport=transport, batch_bytes=TOTAL)
-    (way,) = c.ways
-    opens, waits, rests = way.open, PullRunner._wait, threading.Event()
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> type[Late]:
+    class Its(Late):
+        others_rest, may_say = threading.Event(), threading.Event()
+
+    waits = PullRunner._wait
 
     def waiting(runner: PullRunner) -> float:
-        rests.set()  # under the lock, which is free only once this lane is to be woken
+        Its.others_rest.set()  # under the lock, which is free once this lane is to be woken
         return waits(runner)
 
     monkeypatch.setattr(PullRunner, "_wait", waiting)
-    monkeypatch.setattr(way, "open", lambda *what: Late(opens(*what), rests))
-    async with serving(a.open(complete=False), b.open(complete=True), c), runner:
-        a.make_available(*range(CHUNKS - 1))
+    return Its
+
+
+def reading_late(
+    transport: str, late: type[Late], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Node], PullRunner]:
+    """Nodes a, which lacks the last chunk, b and c; and what reads into c."""
+    manifest = manifest_of()
+    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
+    a.open(complete=False).make_available(*range(CHUNKS - 1))
+    b.open(complete=True)
+    runner = c.open(complete=False).runner(transport=transport, batch_bytes=TOTAL)
+    (way,) = c.ways
+    opens = way.open
+    monkeypatch.setattr(way, "open", lambda *what: late(opens(*what)))
+    return [a, b, c], runner
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_source_with_nothing_to_do_brings_what_another_turns_out_not_to_bring(
+    transport: str, late: type[Late], monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    late.fails = fails
+    late.may_say.set()
+    (a, b, c), runner = reading_late(transport, late, monkeypatch)
+    async with serving(a, b, c), runner:
         runner.add_source(a.grant(complete=False))
         await until(lambda: runner.report().chunks_verified == CHUNKS - 1)
         runner.add_source(b.grant())  # the last chunk is asked for at the first source
+        if fails:
+            assert isinstance(await next_event(runner), SourceFailed)
         await finish(runner)
         last = a.memory.sizes[-1]
         assert [each.bytes_read for each in runner.report().sources] == [TOTAL - last, last]
+    assert c.arrays == a.arrays
+
+
+async def test_a_source_that_is_dropped_while_it_has_nothing_to_do_is_left_at_once(
+    transport: str, late: type[Late], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (a, b, c), runner = reading_late(transport, late, monkeypatch)
+    async with serving(a, b, c), runner:
+        runner.add_source(a.grant(complete=False))
+        await until(lambda: runner.report().chunks_verified == CHUNKS - 1)
+        runner.add_source(b.grant())
+        await until(late.others_rest.is_set)
+        runner.drop_source(LeaseId("from-b"))
+        await until(lambda: runner.report().sources[1].outcome != "reading")
+        a.make_available(CHUNKS - 1)
+        late.may_say.set()
+        await finish(runner)
     assert c.arrays == a.arrays
 
 
