@@ -281,6 +281,9 @@ EVENTS: Final[Mapping[str, Told]] = {
     "versions_not_announced": E("warning", "up_to", "There are too many to serve."),
     # adapters
     "engine_excluded": E("warning", "engine failures", "Updates do not wait for it any more."),
+    "engine_history_lost": E(
+        "warning", "engine", "The coordinator has lost its state: the engine serves nothing now."
+    ),
     "engine_not_flipped": E("error", "reason", "The engine could not put a version in place."),
     "engine_not_listed": E("warning", "engine", "It is gone, or goes on with old weights."),
     "engine_not_updated": E("warning", "engine reason", "The next update tries it again."),

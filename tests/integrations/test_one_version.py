@@ -1,16 +1,18 @@
 """The states of engines and a trainer's steps under random orders of events: lost calls and
-answers, late calls, faults of flips, engines and trainers that are killed, and clocks that go on.
+answers, late calls, faults of flips, engines and trainers that are killed, coordinators that lose
+their state, and clocks that go on.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
 
-from tensorhub.errors import StateError
+from tensorhub.errors import LeaseLost, StateError
 from tensorhub.integrations.one_version import (
     ABORT,
     ATTEMPTS,
@@ -36,20 +38,26 @@ NAMES = ("a", "b", "c")
 
 class Log:
     """The coordinator's part: a number is published once, and above all before. Only the two newest
-    ones are listed.
+    ones are listed. `history`: another number for each loss of its state; then this one answers
+    nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, history: int = 0) -> None:
+        self.history, self.is_lost = history, False
         self.numbers: dict[int, int] = {}
         self.committed: int | None = None
 
     def append(self, number: int, nbytes: int) -> bool:
+        if self.is_lost:
+            raise LeaseLost("the coordinator has lost its state")
         if number <= max(self.numbers, default=-1):
             return False
         self.numbers[number] = nbytes
         return True
 
     def read(self) -> Records:
+        if self.is_lost:
+            raise LeaseLost("the coordinator has lost its state")
         newest = sorted(self.numbers)[-2:]
         return Records({each: self.numbers[each] for each in newest}, self.committed)
 
@@ -63,25 +71,34 @@ class Log:
 
 
 class SimEngine:
-    """What `one_version_engine` does around a `Seat`. `place`: the version that is in place."""
+    """What `one_version_engine` does around a `Seat`. `place`: the content that is in place, by its
+    history and version. `log`: of the coordinator that it has reached last.
+    """
 
     def __init__(self, log: Log) -> None:
         self.seat = Seat(LEASE_S, DECIDE_S)
-        self.log = log
-        self.place: int | None = None
-        self.old: int | None = None
-        self.staged: int | None = None
+        self.log = self.known = log
+        self.place: tuple[int, int] | None = None
+        self.old: tuple[int, int] | None = None
+        self.staged: tuple[int, int] | None = None
         self.polled: tuple[Records, float] | None = None
-        self.caught: tuple[int, Records, float] | None = None  # fetched, not in place yet
+        # fetched, not in place yet
+        self.caught: tuple[tuple[int, int], Records, float] | None = None
         self.fence_seen: tuple[int, float] | None = None
 
+    def follow(self, now: float) -> None:
+        if self.known is not self.log:
+            self.known, self.fence_seen = self.log, None
+            self.seat.forget(now)
+
     def call(self, step: Step, now: float, fails: bool) -> None:
+        self.follow(now)
         if isinstance(step, Stage):
             self.seat.begin(step.attempt, now)
             if fails:
                 raise StateError("it cannot be staged")
             self.seat.vote(step.attempt, now)
-            self.staged = version_of(step.attempt)
+            self.staged = self.log.history, version_of(step.attempt)
         elif isinstance(step, Flip):
             if self.seat.flip(step.attempt, now):
                 self.old, self.place = self.place, None if fails else self.staged
@@ -101,11 +118,13 @@ class SimEngine:
         what the engine has fetched itself.
         """
         seat = self.seat
+        self.follow(now)
         if self.caught is not None:
-            (version, records, asked_at), self.caught = self.caught, None
-            if seat.state is not EngineState.FLIPPED and not seat.is_outdated(asked_at):
-                self.place = version
-                seat.caught_up(version, records, asked_at)
+            (place, records, asked_at), self.caught = self.caught, None
+            is_lost = place[0] != self.log.history
+            if not (seat.state is EngineState.FLIPPED or seat.is_outdated(asked_at) or is_lost):
+                self.place = place
+                seat.caught_up(place[1], records, asked_at)
             return
         if self.polled is None:
             self.polled = self.log.read(), now
@@ -124,7 +143,7 @@ class SimEngine:
         seat.heard(records, asked_at)
         if seat.is_behind(records):
             assert records.current is not None
-            self.caught = records.current, self.log.read(), now
+            self.caught = (self.log.history, records.current), self.log.read(), now
 
     def overdue(self, records: Records, now: float) -> int | None:
         fence = records.fence
@@ -140,7 +159,9 @@ class SimEngine:
 
 @dataclass
 class SimTrainer:
-    """One step at a time; each of its calls is an event of its own."""
+    """One step at a time; each of its calls is an event of its own. It asks the engines that the
+    coordinator lists, and looks again after the fence.
+    """
 
     world: World
     version: int
@@ -152,7 +173,7 @@ class SimTrainer:
     result: Set[str] | None = None
 
     def __post_init__(self) -> None:
-        log = self.world.log
+        self.log = log = self.world.log
         records = log.read()
         if records.fence is not None:
             log.decide(records.fence, False)
@@ -160,8 +181,11 @@ class SimTrainer:
         for number, nbytes in records.known.items():
             if number % 2 and nbytes == COMMIT:
                 log.note(version_of(number // 2))
+        is_first = records.current is None
+        self.alone_at = self.world.now + self.world.fence_wait_s if is_first else 0.0
         first = max(self.version * ATTEMPTS, records.newest // 2 + 1)
-        self._steps = steps(first, NAMES, 4)
+        self.listed = self.world.listed()
+        self._steps = steps(first, self.listed, 4)
         self._take(None)
 
     def _take(self, answer: Answer | None) -> None:
@@ -176,12 +200,20 @@ class SimTrainer:
             self.left = self.world.random.sample(sorted(self.step.engines), len(self.step.engines))
 
     def go_on(self) -> None:
+        try:
+            self._go_on()
+        except LeaseLost:
+            self.step = None
+
+    def _go_on(self) -> None:
         world, step = self.world, self.step
         if step is None or world.now < self.resumes_at:
             return
         if isinstance(step, Fence):
+            if world.now < self.alone_at:
+                return
             if not self.resumes_at:
-                if not world.log.append(2 * step.attempt, 1):
+                if not self.log.append(2 * step.attempt, 1):
                     self._take(False)
                     return
                 if step.waits:
@@ -190,14 +222,18 @@ class SimTrainer:
             self.resumes_at = 0.0
             self._take(True)
         elif isinstance(step, Decide):
-            self._take(world.log.decide(step.attempt, step.is_commit))
+            self._take(self.log.decide(step.attempt, step.is_commit))
         elif self.left:
             name = self.left.pop()
             if world.calls(name, step):
                 self.done.add(name)
+        elif isinstance(step, Flip) and set(world.listed()) - set(self.listed):
+            self.listed = world.listed()
+            self.resumes_at = world.now + world.fence_wait_s
         else:
+            self.resumes_at = 0.0
             if isinstance(step, Settle) and step.is_commit:
-                world.log.note(version_of(step.attempt))
+                self.log.note(version_of(step.attempt))
             self._take(frozenset(self.done))
 
 
@@ -213,8 +249,8 @@ class World:
         self.faults = 0.15
         self.version = 1
         self.trainer = SimTrainer(self, 1)
-        self.served = -1
-        self.commits = 0
+        self.served = -1, -1
+        self.commits = self.losses = 0
 
     def calls(self, name: str, step: Step) -> bool:
         """Whether the trainer gets a good answer."""
@@ -240,7 +276,7 @@ class World:
         if kind < 0.45:
             self.trainer.go_on()
         elif kind < 0.80:
-            self.engines[self.random.choice(NAMES)].poll(self.now)
+            self.poll(self.random.choice(NAMES))
         elif kind < 0.92:
             self.now += self.random.choice([0.01, 0.2, 0.5])
         elif self.faults and kind < 0.94:
@@ -255,19 +291,43 @@ class World:
             self.trainer = SimTrainer(self, self.version)
         elif self.faults and kind < 0.97 and self.zombies:
             self.random.choice(self.zombies).go_on()  # it was only stopped for a while
+        elif self.faults and 0.97 <= kind < 0.972:
+            self.lose()
+        elif kind >= 0.98:
+            self.engines[self.random.choice(NAMES)].log = self.log
         self.judge()
+
+    def listed(self) -> list[str]:
+        return [name for name, each in self.engines.items() if each.log is self.log]
+
+    def poll(self, name: str) -> None:
+        with suppress(LeaseLost):
+            self.engines[name].poll(self.now)
+
+    def lose(self) -> None:
+        """The coordinator comes back without its state. Engines reach it one after another, and a
+        trainer begins again.
+        """
+        self.log.is_lost = True
+        self.log = Log(self.log.history + 1)
+        self.zombies.append(self.trainer)
+        self.version = 1
+        self.trainer = SimTrainer(self, self.version)
+        self.losses += 1
 
     def judge(self) -> None:
         serving = {name: each.seat.serves(self.now) for name, each in self.engines.items()}
-        versions = {each for each in serving.values() if each is not None}
-        assert len(versions) <= 1, f"two versions are served: {serving}"
+        places = set[tuple[int, int]]()
         for name, version in serving.items():
-            assert version is None or self.engines[name].place == version, (
-                f"{name} has torn weights"
-            )
-        for version in versions:
-            assert version >= self.served, f"version {version} after {self.served}"
-            self.served = version
+            if version is not None:
+                place = self.engines[name].place
+                assert place is not None
+                assert place[1] == version, f"{name} has torn weights"
+                places.add(place)
+        assert len(places) <= 1, f"two versions are served: {serving}, {places}"
+        for place in places:
+            assert place >= self.served, f"version {place} after {self.served}"
+            self.served = place
 
     def run(self, events: int) -> None:
         for _ in range(events):
@@ -278,12 +338,15 @@ class World:
     "seeds", [range(20), pytest.param(range(20, 400), marks=pytest.mark.heavy)]
 )
 def test_no_two_versions_are_served_at_any_time_and_all_serve_one_in_the_end(seeds: range) -> None:
-    commits = 0
+    commits = losses = 0
     for seed in seeds:
         world = World(seed)
         world.run(1500)
         commits += world.commits
+        losses += world.losses
         world.faults = 0.0
+        for each in world.engines.values():
+            each.log = world.log
         while world.trainer.step is not None:  # the last update comes to its end
             world.event()
         for _ in range(200):
@@ -295,12 +358,29 @@ def test_no_two_versions_are_served_at_any_time_and_all_serve_one_in_the_end(see
         serving = {each.seat.serves(world.now) for each in world.engines.values()}
         assert serving == {world.log.read().current}, seed
     assert commits > len(seeds)  # it is no proof if nothing is ever committed
+    assert losses > len(seeds)
 
 
 def test_the_judge_finds_a_trainer_that_does_not_wait_for_leases() -> None:
     with pytest.raises(AssertionError, match="two versions are served"):  # noqa: PT012
         for seed in range(400):
             World(seed, fence_wait_s=0.0001).run(1500)
+
+
+def test_the_judge_finds_a_first_commit_that_does_not_wait_for_leases_of_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of engines that have not reached the coordinator since it has lost its state."""
+    made = SimTrainer.__post_init__
+
+    def hurried(trainer: SimTrainer) -> None:
+        made(trainer)
+        trainer.alone_at = 0.0
+
+    monkeypatch.setattr(SimTrainer, "__post_init__", hurried)
+    with pytest.raises(AssertionError, match="two versions are served"):  # noqa: PT012
+        for seed in range(400):
+            World(seed).run(1500)
 
 
 def test_an_attempt_without_faults() -> None:
@@ -338,11 +418,11 @@ def test_a_seat_keeps_to_its_table() -> None:
         seat.become(EngineState.FLIPPED, 0, 0.0, "a test")
     seat.begin(5, 0.0)
     seat.vote(5, 0.0)
-    with pytest.raises(StateError, match="cannot vote in attempt 4"):
+    with pytest.raises(StateError, match="cannot take version 0 now"):
         seat.begin(4, 0.0)
     assert seat.flip(5, 0.0)
     assert not seat.flip(5, 0.0)  # repeated
-    with pytest.raises(StateError, match="it cannot vote in attempt 6"):
+    with pytest.raises(StateError, match="waits for the decision on version 0"):
         seat.begin(6, 0.0)
     assert seat.settle(5, True, 0.0)
     assert not seat.settle(5, True, 0.0)

@@ -21,7 +21,13 @@ from typing import Final
 import numpy as np
 
 from tensorhub import sync
-from tensorhub.errors import InvalidValue, TensorHubError, VersionConflict, VersionUnavailable
+from tensorhub.errors import (
+    InvalidValue,
+    LeaseLost,
+    TensorHubError,
+    VersionConflict,
+    VersionUnavailable,
+)
 from tensorhub.integrations.http_calls import checked_url
 from tensorhub.types import ModelInfo
 
@@ -49,7 +55,7 @@ class Announcement:
             try:
                 mark = self._describe().mark
                 self._weights.publish(0 if mark is None else mark + 1, timeout_s)
-            except VersionConflict:  # another engine was quicker
+            except (VersionConflict, LeaseLost):  # another engine was quicker; it says so once
                 if time.monotonic() > deadline:
                     raise
 

@@ -19,6 +19,11 @@ for `lease_s`: that engine has then read the fence, or has no lease.
 Records are numbers of a model of their own, so they need no other state in the coordinator: attempt
 `n` has the fence `2 * n` and the decision `2 * n + 1`, and attempts of version `v` begin at
 `v * ATTEMPTS`.
+
+A coordinator that has lost its state has no records, and versions may begin at 1 again. An engine
+that hears of it *forgets*: it serves nothing until a version was committed there. Another engine
+may not have heard of it, and has a lease of before. So nothing is committed there before that
+lease is over.
 """
 
 from __future__ import annotations
@@ -124,10 +129,12 @@ class Seat(Stateful[EngineState]):
     def begin(self, attempt: int, now: float) -> None:
         """The version is being staged, over what was staged before. StateError: not now."""
         if self.state is E.FLIPPED or attempt < self.attempt:
+            does = "waits for the decision on" if self.state is E.FLIPPED else "was asked to take"
             raise StateError(
-                f"this engine is {self.state} in attempt {self.attempt}, of version "
-                f"{version_of(self.attempt)}: it cannot vote in attempt {attempt}, of version "
-                f"{version_of(attempt)}. Another trainer may update it",
+                f"this engine {does} version {version_of(self.attempt)}, and cannot take version "
+                f"{version_of(attempt)} now: end the other trainer that updates it; or the "
+                f"coordinator has lost its state, and this engine has not reached it since: repeat "
+                f"the update",
                 retryable=True,
             )
         if self.state is E.STAGED and attempt > self.attempt:
@@ -184,6 +191,12 @@ class Seat(Stateful[EngineState]):
             self.lease_until = max(self.lease_until, asked_at + self.lease_s)
         if not (may_serve and self.version == records.current):
             self.version = None
+
+    def forget(self, now: float) -> None:
+        """The coordinator has lost its state: numbers of before mean nothing there."""
+        if self.state is not E.READY:
+            self.become(E.READY, self.attempt, now, "the coordinator has lost its state")
+        self.version, self.attempt, self.changed_at = None, -1, now
 
     def is_overdue(self, now: float) -> bool:
         """Whether it has waited long enough for a decision to record "abort" itself."""

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tensorhub import shared_empty_like, sync
-from tensorhub.errors import OperationTimeout, StateError, text_of
+from tensorhub.errors import LeaseLost, OperationTimeout, StateError, text_of
 from tensorhub.integrations.announced import SEATS, announce
 from tensorhub.integrations.one_version import EngineState, Records, Seat, version_of
 from tensorhub.integrations.one_version_http import Listener
@@ -57,6 +57,14 @@ class Slots(Protocol):
     def close(self) -> None: ...
 
 
+def fill(weights: sync.Weights, version: int, timeout_s: float) -> None:
+    """Have a slot's memory hold a version, whatever it has held."""
+    try:
+        weights.update(version, timeout=timeout_s)
+    except LeaseLost:  # it says so once; nothing relies on what is lost
+        weights.update(version, timeout=timeout_s)
+
+
 class TensorSlots:
     """Of tensors in a loop of your own: see `Engine`."""
 
@@ -77,7 +85,7 @@ class TensorSlots:
         return next((n for n in (0, 1) if self._weights[n].version == version), None)
 
     def fill(self, slot: int, version: int) -> None:
-        self._weights[slot].update(version, timeout=self._timeout_s)
+        fill(self._weights[slot], version, self._timeout_s)
 
     def put(self, slot: int) -> None:
         self._put(self._tensors[slot])
@@ -131,6 +139,7 @@ class Engine:
         self._fault: Exception | None = None  # of the flip
         self._fence_seen: tuple[int, float] | None = None
         self.seat = Seat(lease_s, decide_s)
+        self._history = self._log.history  # of which the seat is
         self.terms: Mapping[str, Any] = {"model": model, "lease_s": lease_s}
         self._closed = threading.Event()
         self._poll_thread = threading.Thread(
@@ -216,24 +225,35 @@ class Engine:
         self._announced.close()
         self._slots.close()
 
+    @contextmanager
+    def _seated(self) -> Iterator[None]:
+        """With the lock, and a seat of the history that the coordinator has at this moment."""
+        with self._lock:
+            if self._history != self._log.current_history:
+                self._history, self._fence_seen = self._log.current_history, None
+                self.seat.forget(now_s())
+                self._lock.notify_all()
+                log.warning("engine_history_lost", engine=self.url)
+            yield
+
     # -- what the trainer calls; each may be repeated
 
     def stage(self, attempt: int) -> None:
         """Vote: the attempt's version is here, beside the one in place."""
         with self._filling:
-            with self._lock:
+            with self._seated():
                 self.seat.begin(attempt, now_s())
                 found = self._slots.holding(version_of(attempt))
                 slot = 1 - self._current if found is None else found
             if found is None:
                 self._slots.fill(slot, version_of(attempt))
-            with self._lock:
+            with self._seated():
                 self.seat.vote(attempt, now_s())
                 self._staged = slot
 
     def flip(self, attempt: int) -> None:
         """Stop serving, and put the staged version in place."""
-        with self._lock:
+        with self._seated():
             if self.seat.flip(attempt, now_s()):
                 self._fault = OperationTimeout("the weights are still being used")
                 if self._lock.wait_for(
@@ -253,7 +273,7 @@ class Engine:
 
     def settle(self, attempt: int, is_commit: bool) -> None:
         """Serve again: the staged version, or the old one."""
-        with self._lock:
+        with self._seated():
             self._settle(attempt, is_commit)
 
     def _settle(self, attempt: int, is_commit: bool) -> None:
@@ -289,13 +309,15 @@ class Engine:
 
     def _poll(self) -> None:
         self._announced.renew(self.seat.lease_s)
+        with self._seated():
+            pass
         asked_at = now_s()
         records = self._log.read()
         overdue = self._overdue(records)
         if overdue is not None:
             self._log.decide(overdue, False)
             asked_at, records = now_s(), self._log.read()
-        with self._lock:
+        with self._seated():
             if self.seat.is_outdated(asked_at) or not self._announced.is_known:
                 return
             if self.seat.state is EngineState.FLIPPED:
@@ -337,9 +359,10 @@ class Engine:
                 self._slots.fill(slot, version)
             asked_at = now_s()
             records = self._log.read()
-            with self._lock:
+            with self._seated():
                 is_in_use = self.seat.state is EngineState.FLIPPED or self._uses
-                if is_in_use or self.seat.is_outdated(asked_at):
+                is_lost = self._slots.holding(version) is None
+                if is_in_use or is_lost or self.seat.is_outdated(asked_at):
                     return
                 if fault := self._try_put(slot):
                     raise fault

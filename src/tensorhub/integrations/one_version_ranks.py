@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from tensorhub import sync
 from tensorhub.errors import StateError, TensorHubError, text_of
-from tensorhub.integrations.one_version_engine import Engine
+from tensorhub.integrations.one_version_engine import Engine, fill
 from tensorhub.logs import get_logger
 from tensorhub.types import VersionInfo
 
@@ -88,7 +88,7 @@ class Part(ABC):
         return faults
 
     def fetch(self, slot: int, version: int) -> None:
-        self._weights[slot].update(version, timeout=self._timeout_s)
+        fill(self._weights[slot], version, self._timeout_s)
 
     def put(self, slot: int) -> None:
         with self.lock:

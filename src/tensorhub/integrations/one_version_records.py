@@ -3,6 +3,9 @@
 A record is a number that was published under a model of its own. The coordinator publishes a number
 once, so of two processes that record one number only the first succeeds. It keeps the numbers, and
 how many bytes each had, also where the publisher has died.
+
+Records are read from one history, and what follows from them is recorded in that one only: not with
+a coordinator that has come back without its state.
 """
 
 from __future__ import annotations
@@ -12,7 +15,13 @@ from collections import deque
 import numpy as np
 
 from tensorhub import sync
-from tensorhub.errors import RegistrationError, StateError, VersionConflict, VersionUnavailable
+from tensorhub.errors import (
+    LeaseLost,
+    RegistrationError,
+    StateError,
+    VersionConflict,
+    VersionUnavailable,
+)
 from tensorhub.integrations.one_version import ABORT, COMMIT, Records
 from tensorhub.integrations.trainer_group import register_trainer
 from tensorhub.types import ModelInfo
@@ -28,6 +37,12 @@ class RecordLog:
         self._model, self._flips, self._commits = model, f"{model}/flips", f"{model}/commits"
         self._held: deque[sync.Weights] = deque()
         self._ready: list[sync.Weights] = []
+        self.history = self._ready_in = self.current_history  # `history`: that was read last
+
+    @property
+    def current_history(self) -> int:
+        """Another number once the coordinator has lost its state."""
+        return self._hub._async._worker.router.losses
 
     def lead(self) -> sync.Weights:
         """Be the one trainer that decides, until the result is closed. Waits for one that may be
@@ -43,12 +58,25 @@ class RecordLog:
 
     def read(self) -> Records:
         """Raises as `Hub.describe`."""
+        self.history = self.current_history
+        return self._read()
+
+    def _read(self) -> Records:
         commits = self._described(self._commits)
         flips = self._described(self._flips)
         known = () if flips is None else flips.versions
+        self._check_history()
         return Records(
             {each.version: each.nbytes for each in known}, commits.mark if commits else None
         )
+
+    def _check_history(self) -> None:
+        if self.current_history != self.history:
+            raise LeaseLost(
+                f"the coordinator has come back without its state, and knows nothing of what was "
+                f"decided for the engines of {self._model!r} (`serve --state-dir` keeps it): "
+                f"update them again"
+            )
 
     def _described(self, model: str) -> ModelInfo | None:
         try:
@@ -65,7 +93,7 @@ class RecordLog:
         committed.
         """
         if not self._append(self._flips, 2 * attempt + 1, COMMIT if is_commit else ABORT):
-            return bool(self.read().decision(attempt))
+            return bool(self._read().decision(attempt))
         return is_commit
 
     def note(self, version: int) -> None:
@@ -74,6 +102,9 @@ class RecordLog:
 
     def prepare(self) -> None:
         """Register a fence and a commit beforehand, to have them recorded the sooner."""
+        if self._ready_in != self.history:
+            self._held += self._ready
+            self._ready, self._ready_in = [], self.history
         while len(self._ready) < 2:
             self._ready.append(self._register(self._flips, 1))
 
@@ -86,6 +117,7 @@ class RecordLog:
         is_ready = self._ready and (model, nbytes) == (self._flips, 1)
         weights = self._ready.pop() if is_ready else self._register(model, nbytes)
         try:
+            self._check_history()  # if it changes after this, `publish` raises LeaseLost
             weights.publish(number, self._timeout_s)
         except VersionConflict:
             weights.close()

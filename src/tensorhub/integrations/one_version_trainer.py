@@ -9,6 +9,7 @@ Responsible for carrying the steps out. Not responsible for their order (`one_ve
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -80,6 +81,7 @@ class OneVersion:
         self._log = RecordLog(hub, model, timeout_s)
         self._leading = self._log.lead()
         self._next = 0
+        self._history, self._alone_at = self._log.history, self._when_alone()
         self._gone: Set[str] = frozenset()  # engines that the coordinator lists no more
         self._errors: dict[str, BaseException] = {}
         self._voted_at = 0.0
@@ -148,6 +150,8 @@ class OneVersion:
         if info.version >= VERSION_MAX:
             raise InvalidValue(f"version {info.version}: one version for all takes up to 2**51 - 1")
         records = self._log.read()
+        if self._history != self._log.history:
+            self._history, self._alone_at, self._next = self._log.history, self._when_alone(), 0
         if records.fence is not None:  # of a trainer that is gone
             self._log.decide(records.fence, False)
             records = self._log.read()
@@ -155,6 +159,8 @@ class OneVersion:
             if number % 2 and nbytes == COMMIT:
                 self._log.note(version_of(number // 2))
         current = records.current
+        if current is not None:
+            self._alone_at = -math.inf
         if current is not None and info.version < current:
             raise VersionConflict(
                 f"version {info.version} of {info.model!r} is older than the one that the engines "
@@ -179,6 +185,7 @@ class OneVersion:
                     raise error
             return voted
         if isinstance(step, Fence):
+            self._wait_until(self._alone_at)
             if not self._log.fence(attempt):
                 return False
             if self._find is not None:
@@ -188,7 +195,7 @@ class OneVersion:
             return True
         if isinstance(step, Flip):
             flipped = self._ask(step, lambda engine: engine.flip(attempt))
-            if self._listed and set(self._listed.result()) - self._asked:
+            if self._listed and set(self._listed.result()) - self._calls.names:
                 self._wait_for_leases()  # of an engine that began to serve before the fence
             return flipped
         if isinstance(step, Decide):
@@ -203,8 +210,16 @@ class OneVersion:
 
     def _wait_for_leases(self) -> None:
         """An engine that was not asked has then read the fence, or has no lease."""
-        time.sleep(self._lease_s * CLOCK_MARGIN)
-        self._voted_at = time.monotonic()
+        self._wait_until(self._when_alone())
+
+    def _when_alone(self) -> float:
+        """Engines that have read no records since now have no lease then."""
+        return time.monotonic() + self._lease_s * CLOCK_MARGIN
+
+    def _wait_until(self, at: float) -> None:
+        if (left := at - time.monotonic()) > 0:
+            time.sleep(left)
+            self._voted_at = time.monotonic()
 
     def _ask(self, step: Stage | Flip | Settle, call: Callable[[Remote], None]) -> frozenset[str]:
         report = self._calls.call(call, step.engines)

@@ -123,6 +123,7 @@ class Router(Generic[H]):
             str, int
         ] = {}  # by registration: its Register that was answered last, which may be asked for again
         self._coordinator: messages.Welcome | None = None  # of the newest session
+        self.losses = 0  # how often a coordinator came that lacks what the one before it has said
 
     def __repr__(self) -> str:
         return f"<Router: {len(self.handles)} handles, {len(self._asked)} without an answer>"
@@ -206,6 +207,7 @@ class Router(Generic[H]):
         self._registered.clear()
         steps = list[Welcomed[H]]()
         if before is not None and _is_behind(message, before):
+            self.losses += 1
             steps = [*map(LoseState, self.handles.values()), Anew.FORGET_VERSIONS]
         return [*steps, Anew.WATCH, *map(Resume, self.handles.values()), Anew.PIN]
 
