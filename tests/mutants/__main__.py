@@ -7,6 +7,7 @@ nearest to the module, then the simulator on some seeds, then all others.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import os
 import re
@@ -33,16 +34,22 @@ APART = ["frameworks", "rdma", "mutants"]  # they need what is not here, or run 
 
 
 def nearest(mutants: Sequence[Mutant]) -> set[Path]:
-    """The test modules with the names of the mutants' modules; without one, those that import it."""
+    """The test modules with the names of the mutants' modules, and those whose docstrings name
+    these modules. Without any, those that import the modules.
+    """
     texts = {path: path.read_text() for path in _tests()}
+    stories = {path: ast.get_docstring(ast.parse(texts[path])) or "" for path in texts}
     found = set[Path]()
     for module in {Path(mutant.path).with_suffix("") for mutant in mutants}:
         *parents, name = ["tensorhub", *module.parts]
         package = re.escape(".".join(parents))
         imports = re.compile(rf"{package}\.{name}\b|from {package} import (\([^)]*|.*)\b{name}\b")
-        named = {path for path in texts if path.name.startswith(f"test_{name}")}
-        beside = {path for path in named if path.is_relative_to(ROOT / "tests" / module.parent)}
-        found |= beside or named or {path for path in texts if imports.search(texts[path])}
+        tells = re.compile(rf"`([\w.]+\.)?{name}`")
+        mine = ROOT / "tests" / module.parent
+        beside = {path for path in texts if path.is_relative_to(mine)}
+        near = {path for path in beside if path.name.startswith(f"test_{name}")}
+        near |= {path for path in beside if tells.search(stories[path])}
+        found |= near or {path for path in texts if imports.search(texts[path])}
     return found
 
 
