@@ -13,7 +13,17 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
-from tensorhub.layouts import Arrangement, Catalogue, Coordinates, Kind, Piece, arrange, at, source
+from tensorhub.layouts import (
+    Arrangement,
+    Catalogue,
+    Coordinates,
+    Kind,
+    Piece,
+    arrange,
+    at,
+    catalogue as catalogues,
+    source,
+)
 from tensorhub.layouts.boxes import Span
 from tensorhub.layouts.catalogue import catalogue_of, merged, numbers_in
 from tensorhub.layouts.columns import pack
@@ -246,6 +256,13 @@ def test_ranks_that_disagree_do_not_make_one_model() -> None:
     assert caught.value.differences == (
         "tensor 'a' is uint8 (3,) on rank 0, and uint8 (4,) on rank 2",
     )
+
+
+def test_ranks_that_describe_too_much_together_hear_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (catalogue_of([(name, Kind("uint8", (3,)))]) for name in "ab")
+    monkeypatch.setattr(catalogues, "ENCODED_BYTES_MAX", len(one.encode()))
+    with pytest.raises(ManifestMismatch, match="one model: these tensors take more than"):
+        merged({0: one, 1: other})
 
 
 def test_rank_local_tensors_of_different_shapes_are_different_tensors() -> None:

@@ -171,6 +171,10 @@ def test_tensors_that_share_memory_are_filled_in_the_same_places_or_one_of_them(
     assert not faults(q[0:4], [])
     assert not faults([k, v], [(at[2:4], v), (at[0:2], k)])
     assert not faults([(at[0::2], k), (at[1::2], v)], [(at[0::2], k), (at[1::2], v)])
+    # the stride of a single row leads nowhere
+    rows = [local("one", 1, 4), local("other", 1, 4, strides=(2, 2))]
+    same = {"one": q[0:1], "other": q[0:1]}
+    assert pieces_of(rows, world_size=2, sources=same, shape_of=SHAPES.get)
     text = "tensors 'one' and 'other' share memory, and different parts of it are to be filled"
     assert text in faults(q[0:4], [(at[2:4], k)])
     assert text in faults([(at[0:2], k)], [(at[1:3], v)])

@@ -1,5 +1,5 @@
 """What a call by selector reads is gone, and the selector names another version: a rank lets go of
-it, and calls again.
+it, and calls again (`filling`).
 """
 
 from __future__ import annotations
@@ -147,6 +147,16 @@ def test_who_is_cancelled_while_it_still_fences_calls_no_more() -> None:
     assert reader.wants(Finish).error is error
     assert (len(calls(reader)), reader.member.version) == (said, 1)
     assert reader.wants(ReopenGeneration).generation != fence.generation
+
+
+def test_who_is_cancelled_while_its_pull_stops_calls_no_more() -> None:
+    reader, error = Reader(), StateError("cancelled")
+    reader.pulls()
+    is_gone(reader)
+    reader.do(reader.member.cancel(error, 0))
+    reader.do(reader.member.pull_stopped(0))
+    assert reader.wants(Finish).error is error
+    assert len(calls(reader)) == 1
 
 
 def test_who_does_not_know_yet_what_it_reads_asks_for_what_is_newest() -> None:

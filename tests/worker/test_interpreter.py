@@ -38,6 +38,7 @@ from tensorhub.worker.calls import (
     Fence,
     FillCall,
     Finish,
+    FreeStaging,
     OpenGeneration,
     PublishCall,
     RegistrationFailed,
@@ -280,10 +281,12 @@ def test_what_could_not_be_opened_is_neither_filled_nor_reopened() -> None:
             StartPull(INFO, MANIFEST, 1, ()),
             CopyLocally(INFO, MANIFEST, 1, ()),
             ReopenGeneration(2),
+            freed := FreeStaging(),
         ]
     )
     assert interpreter.next(0.0) is opened
     interpreter.not_opened(error)
+    assert interpreter.next(0.0) is freed
     assert interpreter.next(0.0) is None
     reopened = ReopenGeneration(4)
     interpreter.add([OpenGeneration(3, "c", MANIFEST, complete=False), reopened])

@@ -258,11 +258,11 @@ class GroupCall(ActiveCall[C]):
     def _may_be_committed(self) -> bool:
         """Whether the operation may have been committed, by all that this rank knows."""
 
+    @abstractmethod
     def unheard_of(self, error: Exception) -> None:
         """A new coordinator has no record of the operation: the operation was not committed, and
         will not be.
         """
-        self.aborted(error)
 
     def again(self, error: Exception) -> None:
         """The operation was aborted so that all its ranks repeat the call."""
