@@ -19,6 +19,7 @@ from tensorhub.api.hub import Hub
 from tensorhub.api.weights import Weights
 from tensorhub.errors import (
     GroupAborted,
+    OperationTimeout,
     RetentionError,
     StateError,
     TensorHubError,
@@ -137,6 +138,34 @@ async def test_memory_is_given_back_beside_the_loop_and_counts_until_then(
                     go.set()
         await until(lambda: reserved(hub) == 0)
         assert closed == [True]  # while nobody had a view of it, and so without the GIL
+
+
+async def test_a_prefetch_that_gets_no_room_ends_at_its_deadline_however_calm_its_worker_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    frees, go, real = threading.Event(), threading.Event(), HostMemory.free
+
+    def free(memory: HostMemory) -> None:
+        frees.set()
+        assert go.wait(WAIT_S)
+        real(memory)
+
+    async with cluster("trainer", "reader", options=HOSTED) as c:
+        source, weights = await ready(c)
+        await weights.prefetch()
+        monkeypatch.setattr(HostMemory, "free", free)
+        try:
+            await weights.update()
+            await until(frees.is_set)
+            await publish(source, 3)
+            with anyio.fail_after(WAIT_S / 2):
+                with pytest.raises(OperationTimeout, match="no host memory within") as found:
+                    await weights.prefetch(timeout=0.1)
+        finally:
+            go.set()
+        assert found.value.memory == "intact"
+        await until(lambda: reserved(c.hubs[1]) == 0)
+        assert (await weights.prefetch()).version == 3
 
 
 async def test_a_prefetched_copy_serves_others() -> None:
