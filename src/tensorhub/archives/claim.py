@@ -63,8 +63,8 @@ class Claim:
         if held is not None and held.cluster not in (cluster, former):
             raise StateError(
                 f"{self._where} is of another cluster ({held.cluster}; this one is {cluster}): "
-                f"archive to another URL; or, if that cluster is gone, or began anew as this one on "
-                f"an older copy of its state, make its versions this one's (serve=True, --serve)"
+                f"archive to another URL; or, if that cluster is gone, or began anew as this one "
+                f"on an older copy of its state, make its versions this one's (serve=True, --serve)"
             )
         if held is not None and held.cluster == cluster and not take_over:
             self._refuse(held, owner)
