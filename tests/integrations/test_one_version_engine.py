@@ -20,6 +20,7 @@ from tensorhub.errors import (
     AuthenticationFailed,
     InvalidValue,
     LeaseLost,
+    ManifestMismatch,
     OperationTimeout,
     StateError,
     VersionConflict,
@@ -216,6 +217,63 @@ def test_engines_need_not_be_named(rig: Rig, monkeypatch: pytest.MonkeyPatch) ->
     assert trainer.update(rig.publish(3)).done == (one.url,)
     assert LEASE_S < sum(slept) < 2 * LEASE_S
     assert rig.serve() == [(3, {3.0})]
+
+
+def test_an_engine_that_is_dead_and_still_listed_delays_an_update_by_one_lease(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, dead = rig.engine(), rig.engine()
+    trainer = rig.trainer(servers=None)
+    trainer.update(rig.publish(1))
+    slept = _sleeps(monkeypatch)
+    dead._listener.close()
+    assert trainer.update(rig.publish(2)).done == (one.url,)
+    assert LEASE_S < sum(slept) < 2 * LEASE_S
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_an_engine_that_stands_still_is_waited_for_until_the_coordinator_lists_it_no_more(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, is_named: bool
+) -> None:
+    """A process that is stopped, or a machine without a network, closes no connection."""
+    one, other = rig.engine(), rig.engine()
+    trainer = rig.trainer(**({} if is_named else {"servers": None}))
+    trainer.update(rig.publish(1))
+    goes_on = threading.Event()
+
+    def still(attempt: int) -> None:
+        monkeypatch.setattr(other, "_poll", lambda: None)
+        other._announced.close()
+        assert goes_on.wait(2 * WAIT_S)
+
+    other.stage = still  # type: ignore[method-assign]
+    report = trainer.update(rig.publish(2))
+    goes_on.set()
+    assert report.done == (one.url,)
+    assert "the coordinator does not list it any more" in f"{report.failed[other.url]}"
+
+
+def test_what_all_engines_refuse_is_the_cause(rig: Rig) -> None:
+    """An update that cannot succeed later is not to be repeated as it is."""
+    its = rig.engine()
+    trainer = rig.trainer()
+    other = rig.hub.register("actor", values(9, 1.0), group="other")
+    with pytest.raises(StateError, match="so none is served") as refused:
+        trainer.update(other.publish(1))
+    assert isinstance(refused.value.__cause__, ManifestMismatch)
+    assert not refused.value.retryable
+    trainer.update(rig.publish(2))
+    its.stage = _refuses  # type: ignore[method-assign]
+    with pytest.raises(StateError, match="engines that serve go on with version 2"):
+        trainer.update(rig.publish(3))
+
+
+def test_a_trainer_that_was_closed_updates_nothing(rig: Rig) -> None:
+    rig.engine()
+    trainer = rig.trainer()
+    trainer.close()
+    with pytest.raises(StateError, match="was closed: make another one"):
+        trainer.update(rig.publish(1))
 
 
 def test_reports_call_engines_as_they_are_called(rig: Rig) -> None:

@@ -11,8 +11,9 @@ Responsible for which engines are waited for. Not responsible for one engine's u
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -24,6 +25,7 @@ from tensorhub.types import VersionInfo
 
 log = get_logger(__name__)
 ENGINES_MAX = 1024  # that are called at the same time
+LOOK_S = 1.0  # how often it is looked which engines are gone
 
 
 class Named(Protocol):
@@ -101,8 +103,15 @@ class Calls(Generic[E]):
         """Begin no call any more. The engines keep what they serve."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def call(self, call: Callable[[E], object], only: Set[str] | None = None) -> FleetReport:
-        """Make a call to all engines, or to those with these names, at the same time."""
+    def call(
+        self,
+        call: Callable[[E], object],
+        only: Set[str] | None = None,
+        find_gone: Callable[[], Set[str]] | None = None,
+    ) -> FleetReport:
+        """Make a call to all engines, or to those with these names, at the same time. `find_gone`:
+        asked once in `LOOK_S`; engines with the names that it returns are not waited for.
+        """
         members = [each for each in self._members if only is None or each.engine.name in only]
         asked = []
         for each in members:
@@ -115,7 +124,7 @@ class Calls(Generic[E]):
                 each.running = self._threads.submit(call, each.engine)
                 asked.append(each)
         waited_for = [each for each in members if not each.is_excluded] or members
-        wait([each.running for each in waited_for if each.running], self._timeout_s)
+        gone = self._wait(waited_for, find_gone)
         done, failed = [], dict[str, BaseException]()
         for each in members:
             error: BaseException | None
@@ -123,8 +132,12 @@ class Calls(Generic[E]):
                 error = each.running.exception()
                 self._count(each, error)
             elif each in waited_for:
+                name = each.engine.name
                 error = OperationTimeout(
-                    f"{each.engine.name} was not done after {self._timeout_s:.0f} s"
+                    f"{name} does not answer, and the coordinator does not list it any more: its "
+                    f"process or machine stands still, or is gone"
+                    if name in gone
+                    else f"{name} was not done after {self._timeout_s:.0f} s"
                 )
                 self._count_failure(each)
             else:
@@ -139,6 +152,19 @@ class Calls(Generic[E]):
             log.warning("engine_not_updated", engine=name, reason=reason)
         excluded = tuple(each.engine.name for each in members if each.is_excluded)
         return FleetReport(tuple(done), failed, excluded)
+
+    def _wait(
+        self, members: Iterable[_Member[E]], find_gone: Callable[[], Set[str]] | None
+    ) -> Set[str]:
+        """Wait for their calls. Returns the names that `find_gone` has returned last."""
+        deadline, gone = time.monotonic() + self._timeout_s, frozenset[str]()
+        while True:
+            running = [each.running for each in members if each.engine.name not in gone]
+            left = deadline - time.monotonic()
+            late = wait(filter(None, running), left if find_gone is None else min(left, LOOK_S))[1]
+            if not late or find_gone is None or time.monotonic() >= deadline:
+                return gone
+            gone = frozenset(find_gone())
 
     def _count(self, member: _Member[E], error: BaseException | None) -> None:
         member.running = None
@@ -180,10 +206,15 @@ class Fleet(Calls[Engine]):
         super().__init__(engines, **settings)
         self._find, self._make = find, make
 
-    def call(self, call: Callable[[Engine], object], only: Set[str] | None = None) -> FleetReport:
+    def call(
+        self,
+        call: Callable[[Engine], object],
+        only: Set[str] | None = None,
+        find_gone: Callable[[], Set[str]] | None = None,
+    ) -> FleetReport:
         if self._find is not None and self._make is not None:
             self.follow(self._find(), self._make)
-        return super().call(call, only)
+        return super().call(call, only, find_gone)
 
     def join(self) -> FleetReport:
         """Have all engines join the cluster. Raises as `update`."""

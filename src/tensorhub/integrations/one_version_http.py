@@ -115,8 +115,9 @@ class Listener:
         is_near = host in ("localhost", "::1") or host.startswith("127.")
         if not (token or "").strip() and not (token is None and is_near):
             raise InvalidValue(
-                f"host={shown(host)} can be reached by other machines, or token= is empty: give "
-                f"token=, here and to the trainer's OneVersion"
+                f"host={shown(host)} can be reached by other machines, or the token is empty: give "
+                f"token= here (TENSORHUB_FLEET_TOKEN in an engine's environment), and the same to "
+                f"the trainer's OneVersion(token=)"
             )
         expected = _bearer(token).encode()
 
@@ -165,6 +166,8 @@ class Listener:
                     code, body = 200, make()
                 except Exception as error:
                     code, body = 409, {"error": type(error).__name__, "text": f"{error}"[:TEXT_MAX]}
+                    if isinstance(error, TensorHubError):
+                        body["retryable"] = error.retryable
                 data = json.dumps(body).encode()
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(data)))
@@ -235,6 +238,7 @@ class Remote:
         url = f"{self.name}/{name}"
         answer = call(self.name, url, body, self._headers, self._timeout_s)
         kind: type[TensorHubError] = StateError
+        retryable: bool | None = None
         text = f"is no engine of a fleet: to /{name} it has answered {answer.status}: {answer.text}"
         with suppress(ValueError, KeyError, TypeError):
             said = answer.fields
@@ -242,4 +246,5 @@ class Remote:
                 return said
             if answer.status != 200:
                 kind, text = BY_NAME.get(said["error"], StateError), f"has refused: {said['text']}"
-        raise kind(f"{self.name} {printable(text[:TEXT_MAX])}")
+                retryable = said.get("retryable") is True
+        raise kind(f"{self.name} {printable(text[:TEXT_MAX])}", retryable=retryable)

@@ -11,12 +11,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 from tensorhub import sync
-from tensorhub.errors import InvalidValue, StateError, VersionConflict, some, text_of
+from tensorhub.errors import (
+    InvalidValue,
+    StateError,
+    TensorHubError,
+    VersionConflict,
+    some,
+    text_of,
+)
 from tensorhub.integrations.announced import SEATS, announced
 from tensorhub.integrations.fleet import Calls, FleetReport
 from tensorhub.integrations.given import check_info, texts
@@ -42,6 +50,7 @@ from tensorhub.types import VersionInfo
 
 log = get_logger(__name__)
 CLOCK_MARGIN = 1.1  # how much faster this machine's clock may run than an engine's
+LOOKS = 2  # of the coordinator's list without an engine, until that is gone
 
 
 class OneVersion:
@@ -66,10 +75,12 @@ class OneVersion:
         failures_max: int = 2,
     ) -> None:
         urls = () if servers is None else texts("servers", servers, "http://HOST:PORT")
-        self._find = partial(announced, hub, model, SEATS) if servers is None else None
+        self._list = partial(announced, hub, model, SEATS)
+        self._finds = servers is None
+        self._looks: dict[str, int] = {}  # at which a listed engine was not there, in a row
+        self._is_closed = False
         terms = {"model": model, "lease_s": lease_s}
         self._make = lambda url: Remote(url, token, timeout_s, terms)
-        self._asked: Set[str] = frozenset()
         self._called: Mapping[str, str] = {}  # engines by their URLs, where they have another name
         self._listed: Future[dict[str, str]] | None = (
             None  # the engines that are there after the fence
@@ -85,6 +96,7 @@ class OneVersion:
         self._gone: Set[str] = frozenset()  # engines that the coordinator lists no more
         self._errors: dict[str, BaseException] = {}
         self._voted_at = 0.0
+        self._current: int | None = None  # the version that was committed last
         self.flip_s = 0.0  # of the last update: from the last vote until all have settled
 
     def update(self, info: VersionInfo) -> FleetReport:
@@ -92,38 +104,51 @@ class OneVersion:
         taken it. `failed` and `excluded` name them.
 
         Raises StateError (no engine has it, and all serve the old one; each engine's error is a
-        note), VersionConflict (older than what engines serve), InvalidValue (a number of 2**51 or
+        note, and the first one its cause), VersionConflict (older than what engines serve), InvalidValue (a number of 2**51 or
         more, or an engine with another model or `lease_s`), and as `Hub.describe` and
         `Weights.publish`: then engines settle it by the records.
         """
+        if self._is_closed:
+            raise StateError("this OneVersion was closed: make another one to update its engines")
         first = self._first_attempt(info)
         self._errors = {}
         self._log.prepare()
         before = self._calls.names
-        if self._find is not None:
-            self._called = self._find()
+        listed = self._list()
+        if self._finds:
+            self._called = listed
             self._calls.follow(self._called, self._make)
+        self._look(listed)
         names = self._calls.names
         self._gone = before - names
         updated = self._carry_out(steps(first, sorted(names), self._attempts_max))
         if not updated:
-            reasons = [f"{self._name(url)}: {text_of(each)}" for url, each in self._errors.items()]
-            text = (
-                f"no engine has taken version {info.version} of {info.model!r}; those that serve "
-                f"have the version before"
-                if names
-                else f"there is no engine of {info.model!r}: start one with this coordinator, and "
-                f"this model"
-            )
-            if reasons:
-                text += f" ({some(reasons, '; ', most=1)})"
-            error = StateError(text, retryable=True)
-            for reason in reasons:
-                error.add_note(reason)
-            raise error
+            raise self._refusal(info, names) from next(iter(self._errors.values()), None)
         left = {self._name(url): each for url, each in self._errors.items() if url not in updated}
         done, behind = (tuple(sorted(map(self._name, urls))) for urls in (updated, names - updated))
         return FleetReport(done, left, behind)
+
+    def _refusal(self, info: VersionInfo, names: Set[str]) -> StateError:
+        reasons = [f"{self._name(url)}: {text_of(each)}" for url, each in self._errors.items()]
+        if not names:
+            text = (
+                f"there is no engine of {info.model!r}: start one with this coordinator, and this "
+                f"model"
+            )
+        else:
+            text = f"no engine has taken version {info.version} of {info.model!r}; "
+            text += (
+                "none was committed before, so none is served"
+                if self._current is None
+                else f"engines that serve go on with version {self._current}"
+            )
+        if reasons:
+            text += f" ({some(reasons, '; ', most=1)})"
+        may_pass = [getattr(each, "retryable", True) for each in self._errors.values()]
+        error = StateError(text, retryable=any(may_pass) or not may_pass)
+        for reason in reasons:
+            error.add_note(reason)
+        return error
 
     def _name(self, url: str) -> str:
         """Two engines that are called alike have their URLs."""
@@ -158,7 +183,7 @@ class OneVersion:
         for number, nbytes in records.known.items():
             if number % 2 and nbytes == COMMIT:
                 self._log.note(version_of(number // 2))
-        current = records.current
+        current = self._current = records.current
         if current is not None:
             self._alone_at = -math.inf
         if current is not None and info.version < current:
@@ -177,7 +202,6 @@ class OneVersion:
     def _do(self, step: Step) -> Answer:
         attempt = step.attempt
         if isinstance(step, Stage):
-            self._asked = step.engines
             voted = self._ask(step, lambda engine: engine.stage(attempt))
             self._voted_at = time.monotonic()
             for error in self._errors.values():
@@ -188,8 +212,8 @@ class OneVersion:
             self._wait_until(self._alone_at)
             if not self._log.fence(attempt):
                 return False
-            if self._find is not None:
-                self._listed = self._thread.submit(self._find)
+            if self._finds:
+                self._listed = self._thread.submit(self._list)
             if step.waits or self._gone:
                 self._wait_for_leases()
             return True
@@ -222,12 +246,25 @@ class OneVersion:
             self._voted_at = time.monotonic()
 
     def _ask(self, step: Stage | Flip | Settle, call: Callable[[Remote], None]) -> frozenset[str]:
-        report = self._calls.call(call, step.engines)
+        report = self._calls.call(call, step.engines, self._find_gone)
         self._errors |= report.failed
         return frozenset(report.done)
 
+    def _find_gone(self) -> Set[str]:
+        """Engines that the coordinator lists no more: also those whose machine stands still. One
+        that is listed again at the next look has only come back after the coordinator.
+        """
+        with suppress(TensorHubError):
+            self._look(self._list())
+        return {name for name, looks in self._looks.items() if looks >= LOOKS}
+
+    def _look(self, listed: Collection[str]) -> None:
+        missed = {name: self._looks[name] + 1 for name in self._looks.keys() & self._calls.names}
+        self._looks = missed | dict.fromkeys(listed, 0)
+
     def close(self) -> None:
         """Update nothing any more. The engines keep what they serve."""
+        self._is_closed = True
         self._thread.shutdown(wait=False)
         self._calls.close()
         self._leading.close()
