@@ -71,7 +71,8 @@ def engine(address: str, way: str, mib: int) -> None:
         from vllm import LLM
 
         extension = "tensorhub.integrations.vllm_worker.WorkerExtension"
-        llm = LLM(model=path, worker_extension_cls=extension, **vllm_cpu.ENGINE)
+        settings = {**vllm_cpu.ENGINE, "enable_prefix_caching": False}
+        llm = LLM(model=path, worker_extension_cls=extension, **settings)
         llm.collective_rpc("tensorhub_one_version", kwargs={"address": address, "model": way})
         print("ready", flush=True)
         sys.stdin.read()

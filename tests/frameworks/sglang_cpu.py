@@ -149,6 +149,7 @@ class Rank:
         self.manager = sglang_parts.manager(self) if has_sessions() else sglang_parts.older(self)
         self.adapters: Any = sglang_parts.adapters(self) if self.settings.enable_lora else None
         # as a scheduler has them
+        self.disable_radix_cache = False
         self.server_args, self.draft_worker, self.weight_updater = self.settings, None, self.manager
         self.tp_worker = types.SimpleNamespace(model_runner=types.SimpleNamespace(model=self.model))
 

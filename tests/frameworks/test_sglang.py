@@ -118,12 +118,16 @@ def fleet(
     from tensorhub.integrations.sglang import Session
 
     session = Session(engine, coordinator.address, timeout_s=60.0)
+    with pytest.raises(StateError, match=r"with a prefix cache cannot join.*--disable-radix-cache"):
+        session.join_fleet()
+    rank.disable_radix_cache = True
     with sync.connect(coordinator.address) as hub:
         made = OneVersion(hub, "actor", [session.join_fleet()], timeout_s=60.0, attempts_max=1)
         yield made
         made.close()
     rank.receiver.member.engine.close()
     rank.receiver.close()
+    rank.disable_radix_cache = False
     del rank.model.get_weights_by_name, rank.run_batch
 
 

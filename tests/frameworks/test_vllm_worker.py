@@ -263,6 +263,14 @@ def test_a_join_ends_by_its_timeout_and_takes_no_text_for_a_list(
         llm.collective_rpc("tensorhub_join", kwargs={**settings, "ignored": "*x*"})
 
 
+def test_an_engine_with_a_prefix_cache_joins_no_fleet_with_one_version(
+    llm: Any, hub: sync.Hub, coordinator: sync.Coordinator
+) -> None:
+    """After a flip it would answer from prefixes of the old version."""
+    with pytest.raises(StateError, match="--no-enable-prefix-caching"):
+        llm.collective_rpc("tensorhub_one_version", args=(coordinator.address,))
+
+
 def test_memory_that_was_lost_is_filled_again_with_its_padding(llm: Any, hub: sync.Hub) -> None:
     """As vLLM's `sleep(level=2)` and `wake_up` lose it."""
     model = actor(4)

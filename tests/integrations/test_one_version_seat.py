@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from tensorhub import sync
-from tensorhub.errors import InvalidValue, OperationTimeout, StateError
+from tensorhub.errors import InvalidValue, ManifestMismatch, OperationTimeout, StateError
 from tensorhub.integrations import one_version_engine
 from tensorhub.integrations.one_version import ATTEMPTS
 from tensorhub.integrations.one_version_engine import Engine
+from tensorhub.integrations.one_version_ranks import not_quick
 from tensorhub.integrations.one_version_records import KEPT, RecordLog
 from tensorhub.integrations.one_version_trainer import OneVersion
 from tensorhub.runtime.clock import boot_time
@@ -163,6 +164,16 @@ def test_what_an_engine_has_said_before_counts_no_more(rig: Rig) -> None:
     rig.policies.pop()
     trainer.update(rig.publish(3))
     assert rig.serve() == [(3, {3.0})]
+
+
+def test_a_version_of_another_dtype_is_told_from_what_only_a_loader_can_load() -> None:
+    casts = {f"layers.{n}": ("float32", "bfloat16") for n in range(15)}
+    error = not_quick(casts, "15 layer(s) can only be loaded by a loader")
+    assert isinstance(error, ManifestMismatch)
+    assert "'layers.0': published as float32, and the engine has bfloat16" in f"{error}"
+    assert "register_converted" in f"{error}"
+    assert len(error.differences) == 15
+    assert "update this engine outside" in f"{not_quick({}, '2 layer(s)')}"
 
 
 def test_a_flip_begins_when_the_last_use_ends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

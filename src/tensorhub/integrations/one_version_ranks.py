@@ -25,14 +25,38 @@ import torch
 import torch.distributed as dist
 
 from tensorhub import sync
-from tensorhub.errors import StateError, TensorHubError, text_of
+from tensorhub.errors import ManifestMismatch, StateError, TensorHubError, some, text_of
 from tensorhub.integrations.one_version_engine import Engine, fill
 from tensorhub.logs import get_logger
 from tensorhub.types import VersionInfo
 
 log = get_logger(__name__)
+PREFIXES = (
+    "an engine with a prefix cache cannot join a fleet with one version: after a flip it would "
+    "answer from prefixes of the old version. Start it with "
+)
 FOREVER = timedelta(days=3650)  # a rank waits for rank 0, and the framework ends it with rank 0
-NOT_QUICK = "so no version can be put in place quickly: update this engine by `fleet`"
+
+
+def not_quick(casts: Mapping[str, tuple[str, str]], loaded: str) -> TensorHubError:
+    """Why a version cannot be put in place quickly. `casts`: published tensors that the framework
+    would cast, with the dtypes from and to; `loaded`: what its loader alone can load.
+    """
+    if not casts:
+        return StateError(
+            f"{loaded}, so no version can be put in place quickly: update this engine outside of "
+            f"the fleet"
+        )
+    differences = tuple(
+        f"{name!r}: published as {has}, and the engine has {wants}"
+        for name, (has, wants) in casts.items()
+    )
+    return ManifestMismatch(
+        f"{len(casts)} published tensor(s) have another dtype than the engine, and a fleet with "
+        f"one version casts none: publish them with the engine's "
+        f"(tensorhub.conversion.register_converted); {some(differences, '; ', most=3)}",
+        differences=differences,
+    )
 
 
 class Part(ABC):

@@ -104,9 +104,9 @@ class OneVersion:
         taken it. `failed` and `excluded` name them.
 
         Raises StateError (no engine has it, and all serve the old one; each engine's error is a
-        note, and the first one its cause), VersionConflict (older than what engines serve), InvalidValue (a number of 2**51 or
-        more, or an engine with another model or `lease_s`), and as `Hub.describe` and
-        `Weights.publish`: then engines settle it by the records.
+        note, and the first one its cause), VersionConflict (older than what engines serve),
+        InvalidValue (a number of 2**51 or more, or an engine with another model or `lease_s`), and
+        as `Hub.describe` and `Weights.publish`: then engines settle it by the records.
         """
         if self._is_closed:
             raise StateError("this OneVersion was closed: make another one to update its engines")

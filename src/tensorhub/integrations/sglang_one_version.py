@@ -21,7 +21,7 @@ from sglang.srt.distributed import parallel_state
 from tensorhub import shared_empty_like, sync
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.integrations import one_version_ranks, sglang_sleep
-from tensorhub.integrations.one_version_ranks import NOT_QUICK, Member
+from tensorhub.integrations.one_version_ranks import PREFIXES, Member, not_quick
 from tensorhub.integrations.sglang_plan import Faults, Plan
 from tensorhub.integrations.sglang_session import SLEEPS, Order
 from tensorhub.types import VersionInfo
@@ -56,9 +56,9 @@ class Part(one_version_ranks.Part):
         info, plan = self._receiver.planned(version)
         if plan.loaded:
             layers = [layer.name for batch in plan.loaded for layer in batch.layers]
-            raise StateError(
-                f"{len(layers)} layer(s) can only be loaded by SGLang's loader ({layers[0]!r}), "
-                f"{NOT_QUICK}"
+            raise not_quick(
+                plan.recording.casts,
+                f"{len(layers)} layer(s) can only be loaded by SGLang's loader ({layers[0]!r})",
             )
         return info, plan, plan.faults
 
@@ -100,6 +100,9 @@ def member(scheduler: Any, receiver: Receiver, hub: sync.Hub, order: Order) -> M
         raise StateError("an engine with data parallelism cannot join a fleet")
     if scheduler.draft_worker is not None:
         raise StateError("an engine with speculative decoding cannot join a fleet")
+    settled = getattr(scheduler.server_args, "disable_radix_cache", False)
+    if not getattr(scheduler, "disable_radix_cache", settled):
+        raise StateError(f"{PREFIXES}--disable-radix-cache")
     device = next(scheduler.tp_worker.model_runner.model.parameters()).device
     part = Part(scheduler, receiver, device, order.timeout_s)
     its = {"timeout_s": order.timeout_s, "wait_s": order.timeout_s, **order.fleet}

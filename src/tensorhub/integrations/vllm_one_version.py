@@ -15,9 +15,9 @@ import torch
 from vllm.distributed import parallel_state
 
 from tensorhub import sync
-from tensorhub.errors import StateError, TensorHubError
+from tensorhub.errors import TensorHubError
 from tensorhub.integrations import one_version_ranks
-from tensorhub.integrations.one_version_ranks import NOT_QUICK
+from tensorhub.integrations.one_version_ranks import not_quick
 from tensorhub.integrations.vllm_plan import Faults, Plan, mismatch
 from tensorhub.integrations.vllm_updater import Updater
 from tensorhub.types import VersionInfo
@@ -36,9 +36,9 @@ class Part(one_version_ranks.Part):
         info = self._updater.plan_for(version, self.lock)
         plan = self._updater.planned()
         if plan.loaded:
-            raise StateError(
-                f"{len(plan.loaded)} tensor(s) can only be loaded by the model's load_weights, "
-                f"{NOT_QUICK}"
+            raise not_quick(
+                plan.recording.casts,
+                f"{len(plan.loaded)} tensor(s) can only be loaded by the model's load_weights",
             )
         return info, plan, plan.faults
 

@@ -125,6 +125,7 @@ class WorkerExtension:
         `token`: see `one_version_engine.Engine`. A step waits for a version for `timeout_s`; then
         vLLM ends the engine. Returns the URL for `OneVersion`, on rank 0.
         """
+        from tensorhub.integrations.one_version_ranks import PREFIXES
         from tensorhub.integrations.vllm_one_version import Member
 
         nothing: dict[str, Any] = {"url": None}
@@ -139,6 +140,8 @@ class WorkerExtension:
             sizes = config.parallel_config
             if sizes.world_size != sizes.tensor_parallel_size:
                 raise StateError("an engine that is not only tensor-parallel cannot join a fleet")
+            if config.cache_config.enable_prefix_caching:
+                raise StateError(f"{PREFIXES}--no-enable-prefix-caching")
             device = next(self.get_model().parameters()).device
             points = device.type == "cpu" and config.model_config.enforce_eager
             its = {"host": host, "port": port, "token": token, "lease_s": lease_s}
