@@ -14,6 +14,10 @@ import tensorhub
 from examples.reference import EXAMPLES, Example
 from tensorhub import conversion, errors, sync, testing, types
 from tensorhub.fs import TensorHubFileSystem
+from tensorhub.integrations.fleet import FleetReport
+from tensorhub.integrations.one_version_engine import Engine
+from tensorhub.integrations.one_version_trainer import OneVersion
+from tensorhub.integrations.sglang_server import Session
 from tensorhub.model import read_plan
 
 VALUES = (
@@ -24,6 +28,11 @@ VALUES = (
 PLANS = ("ReadPlan", "PlannedSource")
 CONVERSION = ("register_converted", "cast", "Conversion", "ConvertedWeights", "ConversionReport")
 TESTING = ("simulate", "RunningCluster", "VirtualLoop", "WorkerCrashed", "GuaranteeBroken")
+FLEETS: dict[type, tuple[str, ...]] = {
+    OneVersion: ("update", "close"),
+    Engine: ("version", "use", "wait_until_served", "lost", "close"),
+    Session: ("get_ready", "join_fleet", "update", "check", "load_adapter"),
+}
 INTRODUCTION = """# API reference
 
 Generated from docstrings and from `examples/reference.py` by `python docs/generate.py`. Every example is run by a test. In
@@ -73,6 +82,7 @@ def _parts() -> Iterator[str]:
 
 def _rest() -> Iterator[str]:
     yield from _sync()
+    yield from _integrations()
     yield from _testing()
 
 
@@ -117,7 +127,7 @@ def _signature(thing: Any) -> str:
     function: Callable[..., Any] = inspect.unwrap(thing)
     made = inspect.signature(function)
     parameters = [p for p in made.parameters.values() if p.name != "self"]
-    words = [_plain(str(p)) for p in parameters]
+    words = [_parameter(p) for p in parameters]
     first_named = next((n for n, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY), None)
     if first_named is not None:
         words.insert(first_named, "*")
@@ -129,6 +139,13 @@ def _signature(thing: Any) -> str:
         if len(line) <= 100
         else f"{head}(\n    " + ",\n    ".join(words) + f",\n) -> {returns}"
     )
+
+
+def _parameter(given: inspect.Parameter) -> str:
+    if given.default is given.empty or given.annotation is given.empty:
+        return _plain(str(given))
+    default = f'"{given.default}"' if isinstance(given.default, str) else f"{given.default!r}"
+    return f"{_plain(str(given.replace(default=given.empty)))} = {default}"
 
 
 _WIRE_TYPES = {
@@ -250,6 +267,23 @@ def _conversion() -> Iterator[str]:
             else _entry(f"tensorhub.conversion.{name}", name, thing, set())
         )
         yield from made
+
+
+def _integrations() -> Iterator[str]:
+    yield "## `tensorhub.integrations`\n"
+    yield "For [several engines](frameworks/fleets.md). `Session`: an engine of SGLang.\n"
+    for kind, members in FLEETS.items():
+        name = kind.__name__
+        yield f"### `{kind.__module__}.{name}`\n"
+        made = (
+            _signature(vars(kind)["__init__"]).replace("__init__", name, 1).removesuffix(" -> None")
+        )
+        yield f"```python\n{made}\n```\n"
+        yield (inspect.getdoc(kind) or "") + "\n"
+        for member in members:
+            yield f"#### `{name}.{member}`\n"
+            yield from _body(f"{name}.{member}", vars(kind)[member], set())
+    yield from _value(FleetReport.__name__, FleetReport)
 
 
 def _testing() -> Iterator[str]:

@@ -96,7 +96,9 @@ class TensorSlots:
 
 
 class Engine:
-    """`tensors`: the engine's, by their published names. `put`: called with tensors to put in their
+    """One engine of a fleet with one version.
+
+    `tensors`: the engine's, by their published names. `put`: called with tensors to put in their
     place, while nothing uses them; quick, and callable with the same ones again. Of a module it
     need not be given: then its parameters and buffers point at them, and nothing is copied.
     `Slots` do both in their own way.

@@ -54,10 +54,15 @@ LOOKS = 2  # of the coordinator's list without an engine, until that is gone
 
 
 class OneVersion:
-    """`servers`: the URLs of all engines that serve `model`: one that is not here is not kept from
+    """Updates a fleet with one version on all engines, or on none.
+
+    `servers`: the URLs of all engines that serve `model`: one that is not here is not kept from
     serving another version. None: all that the coordinator knows, at each update. `lease_s`: as the
     engines have it; below the coordinator's `Options.lease_s`. `timeout_s`: how long each step
     waits for engines. `attempts_max`: of one update; each one leaves out what has failed.
+
+    Serve the coordinator with a `state_dir`. Without one, its restart leaves engines with nothing
+    to serve until the next update.
 
     Raises StateError: another trainer updates the engines of this model.
     """
@@ -100,13 +105,28 @@ class OneVersion:
         self.flip_s = 0.0  # of the last update: from the last vote until all have settled
 
     def update(self, info: VersionInfo) -> FleetReport:
-        """Bring a version to all engines that can take it; the others serve nothing until they have
-        taken it. `failed` and `excluded` name them.
+        """Bring a version to all engines that can take it. The others serve nothing until they have
+        taken it, which they do by themselves once they can: `failed` and `excluded` name those that
+        the coordinator lists. An engine that has not joined serves outside of the fleet, and is in
+        no report: compare `done` with the engines that you have started.
 
-        Raises StateError (no engine has it, and all serve the old one; each engine's error is a
-        note, and the first one its cause), VersionConflict (older than what engines serve),
-        InvalidValue (a number of 2**51 or more, or an engine with another model or `lease_s`), and
-        as `Hub.describe` and `Weights.publish`: then engines settle it by the records.
+        An engine that does not answer is waited for until the coordinator lists it no more
+        (`Options.lease_s` after it stood still), `timeout_s` at most. Then, and where an engine is
+        dead, the others wait for `lease_s`.
+
+        StateError: no engine has it, and those that serve go on with the version before. Each
+        engine's error is a note, and the first one `__cause__`: a ManifestMismatch says which
+        tensors or dtypes to publish otherwise. Repeat the update where `retryable` says so.
+
+        VersionConflict (older than what engines serve), InvalidValue (a number of 2**51 or more, or
+        an engine with another model or `lease_s`): engines go on with the version before. Correct
+        what it names.
+
+        LeaseLost: the coordinator has lost its state. Engines serve nothing until the next update,
+        of any number.
+
+        Whatever `Hub.describe` and `Weights.publish` raise: engines settle it by the records, so
+        all serve one version, or none. Update again, with this version or a newer one.
         """
         if self._is_closed:
             raise StateError("this OneVersion was closed: make another one to update its engines")

@@ -261,8 +261,8 @@ class Session:
         are those of `one_version_engine.Engine`. A batch waits for a version for `timeout_s`; then
         SGLang ends the engine. Returns the URL for `OneVersion`.
 
-        Raises StateError: the engine has a draft model, pipeline stages or data parallelism, or is
-        one of a fleet.
+        Raises StateError: the engine has a draft model, a prefix cache, pipeline stages or data
+        parallelism, or is one of a fleet.
         """
         fleet = {"host": host, "port": port, "token": token, "lease_s": lease_s, "called": called}
         self._look()
