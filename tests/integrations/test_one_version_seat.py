@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from tensorhub import sync
 from tensorhub.errors import InvalidValue, ManifestMismatch, OperationTimeout, StateError
 from tensorhub.integrations import one_version_engine
 from tensorhub.integrations.one_version import ATTEMPTS
-from tensorhub.integrations.one_version_engine import Engine
+from tensorhub.integrations.one_version_engine import Engine, TensorSlots
 from tensorhub.integrations.one_version_ranks import not_quick
 from tensorhub.integrations.one_version_records import KEPT, RecordLog
 from tensorhub.integrations.one_version_trainer import OneVersion
@@ -174,6 +175,92 @@ def test_a_version_of_another_dtype_is_told_from_what_only_a_loader_can_load() -
     assert "register_converted" in f"{error}"
     assert len(error.differences) == 15
     assert "update this engine outside" in f"{not_quick({}, '2 layer(s)')}"
+
+
+def test_a_commit_that_newer_records_hide_while_they_are_read_is_not_missed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with the version before would have a lease anew."""
+    log = RecordLog(rig.hub, "actor", WAIT_S)
+    described, asked = log._described, list[str]()
+
+    def slow(model: str) -> Any:
+        found = described(model)
+        asked.append(model)
+        if len(asked) == 1:
+            with sync.connect(rig.address) as hub:
+                trainer = RecordLog(hub, "actor", WAIT_S)
+                for attempt, is_commit in ((ATTEMPTS, True), (2 * ATTEMPTS, False)):
+                    assert trainer.fence(attempt)
+                    assert trainer.decide(attempt, is_commit) is is_commit
+                    trainer.note(1)
+        return found
+
+    monkeypatch.setattr(log, "_described", slow)
+    assert log.read().current == 1
+
+
+@pytest.mark.parametrize("is_commit", [False, True])
+def test_an_engine_whose_memory_is_lost_in_a_flip_takes_what_was_decided_anew(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, is_commit: bool
+) -> None:
+    """As where its process stood still: what it would put in place is there no more."""
+    its, _ = rig.engine(decide_s=WAIT_S), rig.engine(decide_s=WAIT_S)
+    rig.trainer().update(rig.publish(1))
+    rig.serve()
+    rig.publish(2)
+    slots, attempt = its._slots, 2 * ATTEMPTS
+    assert isinstance(slots, TensorSlots)
+    put, is_lost = slots.put, [is_commit]  # of a commit the flip has failed before
+
+    def held(slot: int) -> None:
+        if is_lost[0] or slots._weights[slot].version is None:
+            raise StateError("there is no version to put in place")
+        put(slot)
+
+    monkeypatch.setattr(slots, "put", held)
+    log = RecordLog(rig.hub, "actor", WAIT_S)
+    its.stage(attempt)
+    assert log.fence(attempt)
+    with suppress(StateError):
+        its.flip(attempt)
+    is_lost[0] = False
+    slots._weights[its._staged if is_commit else its._current].unpublish()
+    assert log.decide(attempt, is_commit) is is_commit
+    version = 2 if is_commit else 1
+    assert rig.serve() == [(version, {float(version)})] * 2
+
+
+def test_an_engine_that_closes_serves_nothing_once_its_port_is_free(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine after it may flip there, while this one still waits for the coordinator."""
+    its = rig.engine(lease_s=5.0)
+    rig.trainer(lease_s=5.0).update(rig.publish(1))
+    its.wait_until_served(WAIT_S)
+    read, has_begun, may_go_on = its._log.read, threading.Event(), threading.Event()
+
+    def slow() -> Any:
+        records = read()
+        has_begun.set()
+        assert may_go_on.wait(WAIT_S)
+        return records
+
+    monkeypatch.setattr(its._log, "read", slow)
+    assert has_begun.wait(WAIT_S)
+    port, until = int(its.url.rpartition(":")[2]), time.monotonic() + WAIT_S
+    with ThreadPoolExecutor(1) as thread:
+        closed = thread.submit(its.close)
+        while True:
+            assert time.monotonic() < until
+            with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+                break
+        its.seat.lease_until = boot_time() + WAIT_S
+        assert its.version is None
+        may_go_on.set()
+        closed.result(WAIT_S)
+    assert its.version is None
+    rig.closes.remove(its.close)
 
 
 def test_a_flip_begins_when_the_last_use_ends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,7 +163,10 @@ class Engine:
     def version(self) -> int | None:
         """The version that may be served at this moment; None: none."""
         with self._lock:
-            return self.seat.serves(now_s())
+            return self._served()
+
+    def _served(self) -> int | None:
+        return None if self._closed.is_set() else self.seat.serves(now_s())
 
     @contextmanager
     def use(self, wait_s: float = 0.0) -> Iterator[int]:
@@ -201,7 +204,7 @@ class Engine:
 
     def _wait(self, timeout_s: float) -> int | None:
         deadline = time.monotonic() + timeout_s
-        while (version := self.seat.serves(now_s())) is None:
+        while (version := self._served()) is None:
             if not self._lock.wait(max(0.0, deadline - time.monotonic())):
                 break
         return version
@@ -219,11 +222,9 @@ class Engine:
 
     def close(self) -> None:
         """Serve nothing, and leave the cluster."""
-        self._closed.set()
+        self._closed.set()  # first: another engine may be made at this URL from now on
         self._listener.close()
         self._poll_thread.join()
-        with self._lock:
-            self.seat.version = None
         self._announced.close()
         self._slots.close()
 
@@ -286,7 +287,9 @@ class Engine:
                 raise StateError("the weights are still being used", retryable=True)
             fault = self._try_put(self._staged if is_commit else self._current)
             if fault is not None:
-                raise fault  # it stays flipped, and serves nothing; the next poll tries again
+                self.seat.version = None  # what it would put there may be lost: it takes it anew
+                self.seat.settle(attempt, False, now_s())
+                raise fault
         if self.seat.settle(attempt, is_commit, now_s()):
             self._current = self._staged
         self._lock.notify_all()

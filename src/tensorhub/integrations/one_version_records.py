@@ -62,8 +62,8 @@ class RecordLog:
         return self._read()
 
     def _read(self) -> Records:
-        commits = self._described(self._commits)
         flips = self._described(self._flips)
+        commits = self._described(self._commits)  # after it: of what newer records hide
         known = () if flips is None else flips.versions
         self._check_history()
         return Records(
