@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tensorhub import sync
-from tensorhub.errors import InvalidValue
+from tensorhub.errors import InvalidValue, StateError
 from tensorhub.integrations import vllm_start
 from tensorhub.integrations.announced import SERVERS, announced
 from tests.rig import OPTIONS, library_threads
@@ -44,6 +45,25 @@ def test_an_engine_without_a_model_is_left_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("TENSORHUB_MODEL", raising=False)
     monkeypatch.setenv("TENSORHUB_ADDRESS", "rubbish")
     vllm_start.watch()
+
+
+def test_an_engine_that_would_serve_outside_of_its_fleet_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its environment names no model, or it was started without the worker extension."""
+    monkeypatch.delenv("TENSORHUB_MODEL", raising=False)
+    monkeypatch.setenv("TENSORHUB_ADDRESS", "tcp://10.0.0.1:17337")
+    monkeypatch.setenv("TENSORHUB_FLEET_HOST", "10.0.0.2")
+    with pytest.raises(InvalidValue, match="TENSORHUB_MODEL and TENSORHUB_ADDRESS of"):
+        vllm_start.watch()
+    monkeypatch.setenv("TENSORHUB_MODEL", "actor")
+    plain = type("Worker", (), {"load_model": lambda self: None})
+    monkeypatch.setitem(
+        sys.modules, "vllm.v1.worker.gpu_worker", cast(ModuleType, SimpleNamespace(Worker=plain))
+    )
+    vllm_start.watch()
+    with pytest.raises(StateError, match="outside of the fleet: start it with --worker-ext"):
+        plain().load_model()
 
 
 class Worker:

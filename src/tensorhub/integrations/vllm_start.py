@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from tensorhub import sync
-from tensorhub.errors import TensorHubError
+from tensorhub.errors import StateError, TensorHubError
 from tensorhub.integrations.announced import SERVERS, announce
 from tensorhub.integrations.environment import ADDRESS, FLEET_HOST, FLEET_TOKEN, MODEL, URL, check
 from tensorhub.logs import get_logger
@@ -29,10 +29,10 @@ log = get_logger(__name__)
 
 
 def watch() -> None:
-    """Have the workers of this process do it, if the environment names a model. Raises
+    """Have the workers of this process do it, if the environment names a model or a fleet. Raises
     InvalidValue: with another address or name the engine would start with old weights.
     """
-    if not os.environ.get(MODEL):
+    if not (os.environ.get(MODEL) or os.environ.get(FLEET_HOST)):
         return
     check()
     from vllm.v1.worker.gpu_worker import Worker  # the CPU's is one, too
@@ -46,6 +46,11 @@ def watch() -> None:
         result = load(worker, *given, **named)
         if os.environ.get(MODEL) and hasattr(worker, "tensorhub_start"):
             _start_after(worker)
+        elif os.environ.get(FLEET_HOST):
+            raise StateError(
+                f"{FLEET_HOST} is set, and this engine would serve outside of the fleet: start it "
+                f"with --worker-extension-cls tensorhub.integrations.vllm_worker.WorkerExtension"
+            )
         return result
 
     load_model.is_tensorhubs = True  # type: ignore[attr-defined]
