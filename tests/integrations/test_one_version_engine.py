@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -408,6 +409,86 @@ def test_a_trainer_goes_on_after_a_coordinator_has_lost_its_state(
             assert its.wait_until_served(WAIT_S) == 1
             trainer.close()
             its.close()
+
+
+def test_an_engine_that_voted_for_a_trainer_that_died_serves_no_other_version(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not listed when the next trainer begins, and its vote is none for that one."""
+    one, other = rig.engine(), rig.engine()
+    dead = rig.trainer()
+    dead.update(rig.publish(1))
+    rig.serve()
+    info, staged = rig.publish(2), dead._do
+    monkeypatch.setattr(
+        dead, "_do", lambda step: _refuses() if isinstance(step, Fence) else staged(step)
+    )
+    with pytest.raises(StateError):
+        dead.update(info)  # both have voted
+    dead.close()
+    trainer = rig.trainer(servers=None)
+    find, does, served = trainer._list, trainer._do, list[Any]()
+
+    def do(step: Any) -> Any:
+        if isinstance(step, Fence):
+            monkeypatch.setattr(trainer, "_list", find)
+        if isinstance(step, Decide):
+            served.append(other.version)
+        return does(step)
+
+    monkeypatch.setattr(trainer, "_do", do)
+    monkeypatch.setattr(trainer, "_list", lambda: [each for each in find() if each[0] == one.url])
+    assert trainer.update(info).done == (one.url,)
+    assert served == [None]
+    assert rig.serve() == [(2, {2.0}), (2, {2.0})]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_engine_that_was_started_anew_elsewhere_at_its_url_serves_no_other_version(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """As where a name leads to another machine now: calls reach the new one, and the one before
+    it lives.
+    """
+    one, before = rig.engine(), rig.engine()
+    before._announced.close()
+    trainer = rig.trainer(servers=None)
+    served = list[Any]()
+
+    def list_again() -> None:
+        before._announced = announce(rig.hub, "actor", SEATS, one.url)
+
+    list_again()
+    trainer.update(rig.publish(1))
+    rig.serve()
+    before._announced.close()
+    does = trainer._do
+
+    def do(step: Any) -> Any:
+        if isinstance(step, Fence) and not is_known:
+            list_again()
+            before.wait_until_served(WAIT_S)
+        if isinstance(step, Decide):
+            served.append(before.version)
+        return does(step)
+
+    monkeypatch.setattr(trainer, "_do", do)
+    if is_known:
+        list_again()
+        before.wait_until_served(WAIT_S)
+    trainer.update(rig.publish(2))
+    assert served == [None]
+    assert rig.serve() == [(2, {2.0}), (2, {2.0})]
+
+
+@pytest.mark.parametrize("lease_s", [0.0, 10.0, math.nan])
+def test_a_lease_is_shorter_than_the_coordinators(rig: Rig, lease_s: float) -> None:
+    """Else a trainer would not wait for an engine that is listed no more, and serves."""
+    text = "give more than 0, and less than the coordinator's, 10"
+    with pytest.raises(InvalidValue, match=text):
+        rig.engine(lease_s=lease_s)
+    with pytest.raises(InvalidValue, match=text):
+        rig.trainer(lease_s=lease_s)
 
 
 def test_in_place_by_a_function(rig: Rig) -> None:

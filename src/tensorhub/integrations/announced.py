@@ -93,18 +93,24 @@ def announce(
     return made
 
 
-def announced(hub: sync.Hub, model: str, kind: str) -> dict[str, str]:
-    """The URLs of the engines that live, and what they are called; what is no URL, no engine has
+def announcements(hub: sync.Hub, model: str, kind: str) -> list[tuple[str, str]]:
+    """The URL of each engine that lives, and what it is called. A URL comes twice where an engine
+    was started anew, and the one before it is not known to be gone. What is no URL, no engine has
     announced. Raises as `Hub.describe`.
     """
     try:
         found = hub.describe(f"{model}/{kind}").replicas
     except VersionUnavailable:
-        return {}
-    urls = {}
+        return []
+    made = []
     for each in found:
         url, _, more = each.group.partition(" ")
         with suppress(InvalidValue):
             url = checked_url(url, "an engine")
-            urls[url] = more.partition(" ")[2] or url
-    return dict(sorted(urls.items()))
+            made.append((url, more.partition(" ")[2] or url))
+    return sorted(made)
+
+
+def announced(hub: sync.Hub, model: str, kind: str) -> dict[str, str]:
+    """The same, with each URL once."""
+    return dict(announcements(hub, model, kind))

@@ -18,7 +18,8 @@ for `lease_s`: that engine has then read the fence, or has no lease.
 
 Records are numbers of a model of their own, so they need no other state in the coordinator: attempt
 `n` has the fence `2 * n` and the decision `2 * n + 1`, and attempts of version `v` begin at
-`v * ATTEMPTS`.
+`v * ATTEMPTS`. Before a trainer makes an attempt, it aborts the one before, or has fenced that: so
+no two trainers make an attempt of the same number, and a vote for one is none for the other.
 
 A coordinator that has lost its state has no records, and versions may begin at 1 again. An engine
 that hears of it *forgets*: it serves nothing until a version was committed there. Another engine

@@ -26,7 +26,7 @@ from tensorhub.errors import LeaseLost, OperationTimeout, StateError, text_of
 from tensorhub.integrations.announced import SEATS, announce
 from tensorhub.integrations.one_version import EngineState, Records, Seat, version_of
 from tensorhub.integrations.one_version_http import Listener
-from tensorhub.integrations.one_version_records import RecordLog
+from tensorhub.integrations.one_version_records import RecordLog, check_lease
 from tensorhub.logs import get_logger
 from tensorhub.runtime.clock import boot_time
 
@@ -128,6 +128,7 @@ class Engine:
         timeout_s: float = 300.0,
         called: str = "",
     ) -> None:
+        check_lease(hub, lease_s)
         self._log = RecordLog(hub, model, min(timeout_s, lease_s))
         self._slots: Slots = (
             tensors

@@ -16,17 +16,28 @@ import numpy as np
 
 from tensorhub import sync
 from tensorhub.errors import (
+    InvalidValue,
     LeaseLost,
     RegistrationError,
     StateError,
     VersionConflict,
     VersionUnavailable,
+    shown,
 )
 from tensorhub.integrations.one_version import ABORT, COMMIT, Records
 from tensorhub.integrations.trainer_group import register_trainer
 from tensorhub.types import ModelInfo
 
 KEPT = 4  # records that a process goes on to hold: the coordinator lists what is held
+
+
+def check_lease(hub: sync.Hub, lease_s: float) -> None:
+    """Raises InvalidValue: an engine that the coordinator lists no more may still serve."""
+    most = hub._async._worker.lease_s
+    if not 0 < lease_s < most:
+        raise InvalidValue(
+            f"lease_s={shown(lease_s)}: give more than 0, and less than the coordinator's, {most:g}"
+        )
 
 
 class RecordLog:
@@ -83,6 +94,12 @@ class RecordLog:
             return self._hub.describe(model, self._timeout_s, limit=0)
         except VersionUnavailable:
             return None
+
+    def begin(self, attempt: int) -> bool:
+        """Whether this process alone makes the attempt, and those after it that it begins likewise,
+        or once it has fenced the one before: the one before is aborted.
+        """
+        return self._append(self._flips, 2 * attempt - 1, ABORT)
 
     def fence(self, attempt: int) -> bool:
         """Whether it was recorded: nothing newer was."""

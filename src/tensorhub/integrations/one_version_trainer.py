@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -25,7 +26,7 @@ from tensorhub.errors import (
     some,
     text_of,
 )
-from tensorhub.integrations.announced import SEATS, announced
+from tensorhub.integrations.announced import SEATS, announcements
 from tensorhub.integrations.fleet import Calls, FleetReport
 from tensorhub.integrations.given import check_info, texts
 from tensorhub.integrations.one_version import (
@@ -44,7 +45,7 @@ from tensorhub.integrations.one_version import (
     version_of,
 )
 from tensorhub.integrations.one_version_http import Remote
-from tensorhub.integrations.one_version_records import RecordLog
+from tensorhub.integrations.one_version_records import RecordLog, check_lease
 from tensorhub.logs import get_logger
 from tensorhub.types import VersionInfo
 
@@ -79,17 +80,17 @@ class OneVersion:
         attempts_max: int = 4,
         failures_max: int = 2,
     ) -> None:
+        check_lease(hub, lease_s)
         urls = () if servers is None else texts("servers", servers, "http://HOST:PORT")
-        self._list = partial(announced, hub, model, SEATS)
+        self._list = partial(announcements, hub, model, SEATS)
         self._finds = servers is None
         self._looks: dict[str, int] = {}  # at which a listed engine was not there, in a row
         self._is_closed = False
         terms = {"model": model, "lease_s": lease_s}
         self._make = lambda url: Remote(url, token, timeout_s, terms)
         self._called: Mapping[str, str] = {}  # engines by their URLs, where they have another name
-        self._listed: Future[dict[str, str]] | None = (
-            None  # the engines that are there after the fence
-        )
+        self._seats = Counter[str]()  # engines at each URL, for which this update waits
+        self._listed: Future[list[tuple[str, str]]] | None = None  # likewise, after the fence
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub-fleet-list")
         self._model, self._lease_s, self._attempts_max = model, lease_s, attempts_max
         self._calls = Calls[Remote](timeout_s=timeout_s, failures_max=failures_max)
@@ -98,7 +99,9 @@ class OneVersion:
         self._leading = self._log.lead()
         self._next = 0
         self._history, self._alone_at = self._log.history, self._when_alone()
-        self._gone: Set[str] = frozenset()  # engines that the coordinator lists no more
+        self._fenced = -1
+        # engines that the coordinator lists no more, or that were started anew
+        self._gone: Set[str] = frozenset()
         self._errors: dict[str, BaseException] = {}
         self._voted_at = 0.0
         self._current: int | None = None  # the version that was committed last
@@ -136,11 +139,12 @@ class OneVersion:
         before = self._calls.names
         listed = self._list()
         if self._finds:
-            self._called = listed
+            self._called = dict(listed)
             self._calls.follow(self._called, self._make)
         self._look(listed)
         names = self._calls.names
-        self._gone = before - names
+        self._seats = Counter(url for url, _ in listed)
+        self._gone = before - names | {url for url in names if self._seats[url] > 1}
         updated = self._carry_out(steps(first, sorted(names), self._attempts_max))
         if not updated:
             raise self._refusal(info, names) from next(iter(self._errors.values()), None)
@@ -197,6 +201,7 @@ class OneVersion:
         records = self._log.read()
         if self._history != self._log.history:
             self._history, self._alone_at, self._next = self._log.history, self._when_alone(), 0
+            self._fenced = -1
         if records.fence is not None:  # of a trainer that is gone
             self._log.decide(records.fence, False)
             records = self._log.read()
@@ -211,7 +216,7 @@ class OneVersion:
                 f"version {info.version} of {info.model!r} is older than the one that the engines "
                 f"serve, {current}: publish these weights with a newer number"
             )
-        first = max(self._next, info.version * ATTEMPTS, records.newest // 2 + 1)
+        first = max(self._next, info.version * ATTEMPTS, records.newest // 2 + 2)
         if version_of(first + self._attempts_max - 1) != info.version:
             raise VersionConflict(
                 f"version {info.version} of {info.model!r} has no attempts left, or a newer one "
@@ -222,6 +227,10 @@ class OneVersion:
     def _do(self, step: Step) -> Answer:
         attempt = step.attempt
         if isinstance(step, Stage):
+            if attempt - 1 != self._fenced and not self._log.begin(attempt):
+                raise StateError(
+                    f"another trainer updates the engines of {self._model!r}", retryable=True
+                )
             voted = self._ask(step, lambda engine: engine.stage(attempt))
             self._voted_at = time.monotonic()
             for error in self._errors.values():
@@ -232,6 +241,7 @@ class OneVersion:
             self._wait_until(self._alone_at)
             if not self._log.fence(attempt):
                 return False
+            self._fenced = attempt
             if self._finds:
                 self._listed = self._thread.submit(self._list)
             if step.waits or self._gone:
@@ -239,7 +249,7 @@ class OneVersion:
             return True
         if isinstance(step, Flip):
             flipped = self._ask(step, lambda engine: engine.flip(attempt))
-            if self._listed and set(self._listed.result()) - self._calls.names:
+            if self._listed and Counter(url for url, _ in self._listed.result()) - self._seats:
                 self._wait_for_leases()  # of an engine that began to serve before the fence
             return flipped
         if isinstance(step, Decide):
@@ -278,9 +288,9 @@ class OneVersion:
             self._look(self._list())
         return {name for name, looks in self._looks.items() if looks >= LOOKS}
 
-    def _look(self, listed: Collection[str]) -> None:
+    def _look(self, listed: Collection[tuple[str, str]]) -> None:
         missed = {name: self._looks[name] + 1 for name in self._looks.keys() & self._calls.names}
-        self._looks = missed | dict.fromkeys(listed, 0)
+        self._looks = missed | {url: 0 for url, _ in listed}
 
     def close(self) -> None:
         """Update nothing any more. The engines keep what they serve."""
