@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -51,6 +52,9 @@ def shim() -> None:
     kernels.rotary_embedding = None  # type: ignore[attr-defined]
     sys.modules.setdefault("vllm", types.ModuleType("vllm"))
     sys.modules.setdefault("vllm._custom_ops", kernels)
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        importlib.import_module("sglang.srt.layers.quantization")  # it looks for kernels
+        sys.meta_path.append(sglang_parts.Kernels())
 
 
 def free_port() -> int:

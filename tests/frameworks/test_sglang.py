@@ -273,6 +273,12 @@ def test_missing_and_unexpected_names_are_all_listed(
     assert "the engine's weights are intact" in f"{missing.value}"
     assert not engine.tokenizer_manager.is_pause
     trainer.close()
+    trainer = trainers({name: each for name, each in given.items() if "lm_head" not in name})
+    with pytest.raises(ManifestMismatch) as without:
+        trainer.send_weights()
+    assert "'lm_head.weight'" in f"{without.value}"
+    assert "begin with 'model.'" not in f"{without.value}"  # so do the engine's
+    trainer.close()
     trainer = trainers({f"policy.{name}": each for name, each in model.state_dict().items()})
     with pytest.raises(ManifestMismatch, match=r"all published names begin with 'policy\.'"):
         trainer.send_weights()
@@ -291,6 +297,50 @@ def test_missing_and_unexpected_names_are_all_listed(
     # though the last update was agreed on
     with pytest.raises(ManifestMismatch, match="has no place for 2 published"):
         trainers({**model.state_dict(), **extra}).send_weights()
+
+
+@pytest.mark.parametrize("other", [32, 192])
+def test_shapes_and_dtypes_that_the_loader_would_change_are_all_refused(
+    rank: sglang_cpu.Rank, engine: Any, trainers: Any, other: int
+) -> None:
+    """An engine with random weights knows no checkpoint. Its loader would pad, cut or cast these."""
+    model = actor(32)
+    trainer = trainers(model)
+    trainer.send_weights()
+    trainer.close()
+    given = {name: each.detach().clone() for name, each in model.state_dict().items()}
+    shapes = {
+        "model.layers.0.mlp.gate_proj.weight": ((other, 64), (128, 64)),
+        "model.layers.1.mlp.up_proj.weight": ((other, 64), (128, 64)),
+        "model.layers.1.mlp.down_proj.weight": ((64, other), (64, 128)),
+    }
+    for name, (has, _) in shapes.items():
+        given[name] = torch.ones(has, dtype=torch.bfloat16)
+    dtypes = {
+        "lm_head.weight": torch.int8,
+        "model.layers.0.self_attn.k_proj.weight": torch.float8_e4m3fn,
+        "model.norm.weight": torch.bool,
+    }
+    for name, dtype in dtypes.items():
+        given[name] = given[name].to(dtype)
+    before = rank.checksums()
+    trainer = trainers(given)
+    with pytest.raises(ManifestMismatch) as refused:
+        trainer.send_weights()
+    assert refused.value.memory == "intact"
+    lines = {each.split("'")[1]: each for each in refused.value.differences}
+    assert lines.keys() == {*shapes, *dtypes}
+    for name, (has, wants) in shapes.items():
+        assert f"{has}" in lines[name]
+        assert f"{wants}" in lines[name]
+    for name, dtype in dtypes.items():
+        said = f"{dtype}".removeprefix("torch.")
+        assert f"it is {said}, and the engine's parameter bfloat16" in lines[name]
+    assert rank.checksums() == before
+    assert not engine.tokenizer_manager.is_pause
+    trainer.close()
+    trainers(model).send_weights()
+    check(rank, model)
 
 
 def test_an_update_that_fails_in_the_middle_says_torn_and_the_next_one_repairs(

@@ -1,5 +1,5 @@
-"""`tensorhub.integrations.sglang` against SGLang's quantized models: bf16 weights that SGLang
-quantizes when it loads them, and weights that were quantized before.
+"""`tensorhub.integrations.sglang` against SGLang's models with a checkpoint: bf16 weights that SGLang
+quantizes or pads when it loads them, and weights that were quantized before.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ KINDS: dict[str, tuple[dict[str, Any], torch.dtype, str]] = {
         FP8,
         "weight_scale",
     ),
+    "padded": ({}, torch.bfloat16, ""),
+    "padded, of random weights": ({"server": {"load_format": "dummy"}}, torch.bfloat16, ""),
 }
+PADDED = 96  # the checkpoint has so much of `intermediate_size`, 128
 
 
 def weights(kind: str, seed: int) -> dict[str, torch.Tensor]:
@@ -60,7 +63,8 @@ def weights(kind: str, seed: int) -> dict[str, torch.Tensor]:
     config, dtype, scale = KINDS[kind]
     generator = torch.Generator().manual_seed(seed)
     made = {}
-    for name, tensor in actor(seed).state_dict().items():
+    for name, whole in actor(seed).state_dict().items():
+        tensor = whole[:PADDED, :PADDED] if "padded" in kind and ".mlp." in name else whole
         is_linear = "layers" in name and tensor.ndim == 2
         if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj") and "architectures" in config:
             bias = torch.rand(len(tensor), generator=generator)
@@ -130,6 +134,8 @@ def test_missing_and_misspelt_names_are_all_listed(
 ) -> None:
     from tensorhub.integrations.sglang import Trainer
 
+    if "random" in kind:
+        pytest.skip("what a parameter is made of is known from the first load")
     before, model = rank.checksums(), weights(kind, 2)
     misspelt = "model.layers.1.mlp.down_prj.weight"
     model[misspelt] = model.pop("model.layers.1.mlp.down_proj.weight")
@@ -149,6 +155,38 @@ def test_missing_and_misspelt_names_are_all_listed(
     assert not engine.tokenizer_manager.is_pause
 
 
+def test_another_shape_or_dtype_than_the_checkpoints_is_refused_by_name(
+    rank: sglang_cpu.Rank, engine: Any, kind: str, address: str
+) -> None:
+    """SGLang's loaders would cut, pad or cast it, and say nothing."""
+    from tensorhub.integrations.sglang import Trainer
+
+    before, right = rank.checksums(), weights(kind, 2)
+    size = right["model.layers.0.mlp.gate_proj.weight"].shape[0]
+    for other in (32, 160):
+        model = dict(right)
+        model["lm_head.weight"] = model["lm_head.weight"].to(INT8)
+        for layer in range(2):
+            for name, shape in (("gate", (other, 64)), ("down", (64, other))):
+                its = f"model.layers.{layer}.mlp.{name}_proj.weight"
+                model[its] = torch.zeros(shape, dtype=model[its].dtype)
+        trainer = Trainer(model, engine, address, timeout_s=30.0)
+        with trainer, pytest.raises(ManifestMismatch) as refused:
+            trainer.send_weights()
+        assert refused.value.memory == "intact"
+        text = "\n".join(refused.value.differences)
+        assert "'lm_head.weight': it is int8, and the engine's parameter bfloat16" in text
+        for layer in range(2):
+            for name, has, wants in (
+                ("gate", (other, 64), (size, 64)),
+                ("down", (64, other), (64, size)),
+            ):
+                its = f"'model.layers.{layer}.mlp.{name}_proj.weight': "
+                (line,) = (each for each in refused.value.differences if each.startswith(its))
+                assert f"its shape is {has}, and that of the engine's checkpoint {wants}" in line
+    assert rank.checksums() == before
+
+
 def test_a_dtype_that_the_loader_would_cast_into_numbers_without_a_scale(
     rank: sglang_cpu.Rank, engine: Any, kind: str, address: str
 ) -> None:
@@ -156,7 +194,7 @@ def test_a_dtype_that_the_loader_would_cast_into_numbers_without_a_scale(
     from tensorhub.integrations.sglang import Trainer
 
     if not KINDS[kind][2]:
-        pytest.skip("SGLang quantizes bf16 weights here")
+        pytest.skip("the checkpoint has bf16 weights here")
     before, model = rank.checksums(), weights(kind, 2)
     name = "model.layers.1.mlp.down_proj.weight"
     model[name] = model[name].to(torch.bfloat16)

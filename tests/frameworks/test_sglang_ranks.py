@@ -222,6 +222,86 @@ def test_a_trainer_that_is_killed_between_begin_and_end(
     assert not engine.tokenizer_manager.is_pause
 
 
+EXPERTS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
+
+
+def mixture() -> dict[str, torch.Tensor]:
+    """What is published of such a model."""
+    generator = torch.Generator().manual_seed(5)
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    dense = {name: each for name, each in actor(5).state_dict().items() if ".mlp." not in name}
+    for layer in (f"model.layers.{number}" for number in range(2)):
+        dense |= {f"{layer}.self_attn.{each}_norm.weight": made(16) for each in "qk"}
+        dense[f"{layer}.mlp.gate.weight"] = made(4, 64)
+        for expert in (f"{layer}.mlp.experts.{number}" for number in range(4)):
+            dense |= {f"{expert}.{name}_proj.weight": made(32, 64) for name in ("gate", "up")}
+            dense[f"{expert}.down_proj.weight"] = made(64, 32)
+    return {name: each.detach().clone() for name, each in dense.items()}
+
+
+@pytest.mark.parametrize("of_processors", ["0", "1"])
+def test_shapes_and_dtypes_of_experts_and_parts_that_the_loaders_would_change_are_refused(
+    coordinator: sync.Coordinator,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    of_processors: str,
+) -> None:
+    """SGLang's loaders are others on processors than on GPUs."""
+    from tensorhub.integrations.sglang import Trainer
+
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", of_processors)
+    ranks = sglang_cpu.Ranks(tmp_path, 2, **EXPERTS)
+    engine = sglang_cpu.engine(ranks)
+    settings: dict[str, Any] = {"timeout_s": 60.0}
+    right, expert = mixture(), "model.layers.1.mlp.experts.2"
+    try:
+        with Trainer(right, engine, coordinator.address, **settings) as trainer:
+            trainer.send_weights()
+        before = ranks.call("checksums")
+        assert before == ranks.call("loaded_by_sglang", right)
+        shapes = [
+            {
+                f"{expert}.gate_proj.weight": (16, 64),
+                f"{expert}.down_proj.weight": (64, 16),
+                "model.layers.0.self_attn.o_proj.weight": (64, 32),
+            },
+            {
+                f"{expert}.up_proj.weight": (48, 64),
+                f"{expert}.down_proj.weight": (64, 64),
+                "model.layers.0.self_attn.o_proj.weight": (64, 96),
+                "model.layers.0.self_attn.v_proj.weight": (64, 64),
+            },
+        ]
+        for wrong in shapes:
+            given = right | {n: torch.ones(its, dtype=torch.bfloat16) for n, its in wrong.items()}
+            given["model.layers.0.mlp.experts.0.up_proj.weight"] = torch.ones(32, 64).to(torch.int8)
+            with (
+                Trainer(given, engine, coordinator.address, **settings) as trainer,
+                pytest.raises(ManifestMismatch) as refused,
+            ):
+                trainer.send_weights()
+            lines = {each.split("'")[1]: each for each in refused.value.differences}
+            for name, has in wrong.items():
+                assert f"its shape is {has}" in lines[name]
+            assert "it is int8" in lines["model.layers.0.mlp.experts.0.up_proj.weight"]
+            assert refused.value.memory == "intact"
+            assert ranks.call("checksums") == before
+    finally:
+        ranks.close()
+        engine.loop.close()
+
+
 SHIMMED = """
 import runpy, sys
 from tests.frameworks.sglang_cpu import shim

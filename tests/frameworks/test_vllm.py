@@ -273,6 +273,29 @@ def test_missing_and_unexpected_names_are_all_listed(llm: Any, trainers: Any) ->
     assert checksums(llm) == before
 
 
+def test_shapes_and_dtypes_that_the_loader_would_change_are_all_refused(
+    llm: Any, trainers: Any
+) -> None:
+    """An engine with random weights knows no checkpoint. Its loader would cut or cast these."""
+    before, given = checksums(llm), {**actor(3).state_dict()}
+    shapes = {
+        "model.layers.0.mlp.gate_proj.weight": ((192, 64), (128, 64)),
+        "model.layers.1.self_attn.k_proj.weight": ((64, 64), (32, 64)),
+        "model.layers.1.mlp.down_proj.weight": ((64, 192), (64, 128)),
+    }
+    for name, (has, _) in shapes.items():
+        given[name] = torch.ones(has, dtype=torch.bfloat16)
+    given["lm_head.weight"] = given["lm_head.weight"].to(torch.int8)
+    with pytest.raises(ManifestMismatch) as refused:
+        trainers(given).send_weights()
+    lines = {each.split("'")[1]: each for each in refused.value.differences}
+    assert lines.keys() == {*shapes, "lm_head.weight"}
+    for name, (has, reads) in shapes.items():
+        assert f"its shape is {has}, and the engine reads {reads} of it" in lines[name]
+    assert "it is int8, and the engine's parameter bfloat16" in lines["lm_head.weight"]
+    assert checksums(llm) == before
+
+
 @pytest.mark.parametrize("host_memory_bytes", [0, 2**30])
 def test_what_is_called_when_and_that_only_the_update_writes(
     llm: Any, trainers: Any, host_memory_bytes: int

@@ -44,6 +44,14 @@ ORDER = Order(
 )
 
 
+class Unplanned(ManifestMismatch):
+    """Of another module's own."""
+
+
+def test_a_kind_of_error_that_only_the_engine_has_is_told_as_the_public_one() -> None:
+    assert isinstance(Outcome.of(Unplanned("why"), "intact").error(), ManifestMismatch)
+
+
 def test_an_order_goes_as_a_name_without_any_weight() -> None:
     ((name, tensor),) = pickle.loads(pickle.dumps(ORDER.tensors()))
     assert tensor.numel() == 0

@@ -29,7 +29,7 @@ def bounded(options: Options | None, timeout_s: float) -> Options:
 
 def wrapped(published: Iterable[str], wanted: Iterable[str]) -> str:
     """What to say of names that do not fit where they are those of a module that wraps the model;
-    else nothing. `wanted`: names of parameters that are in none of the published tensors.
+    else nothing. `wanted`: the names of all parameters, also of those that are published.
     """
     outer = {name.partition(".")[0] if "." in name else "" for name in published}
     if len(outer) != 1 or "" in outer or any(name.startswith(f"{min(outer)}.") for name in wanted):

@@ -140,6 +140,14 @@ def count(index: Index) -> int:
     return math.prod(len(_range(item)) for item in index)
 
 
+def around(indexes: Sequence[Index]) -> tuple[int, ...]:
+    """The shape of the smallest box around these."""
+    return tuple(
+        max(each[-1] for each in ranges) + 1 - min(each[0] for each in ranges)
+        for ranges in zip(*(map(_range, index) for index in indexes), strict=True)
+    )
+
+
 def key(index: Index) -> tuple[object, ...]:
     return tuple(_range(item) for item in index)
 

@@ -15,37 +15,40 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorhub import at, source
 from tensorhub.errors import ManifestMismatch, RegistrationError, shown, some
-from tensorhub.integrations.recorded_boxes import (
-    Index,
-    NotABox,
-    Root,
-    any_overlap,
-    boxes,
-    count,
-    key,
-    less,
-    overlap,
-    places_of,
-)
+from tensorhub.integrations.recorded_boxes import Index, NotABox, any_overlap, around, count, less
+from tensorhub.integrations.recorder import Recorder, Specs, Unrecordable
 from tensorhub.layouts.views import Place, Taken, View
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-Specs = Mapping[str, tuple[str, tuple[int, ...]]]  # dtype, without "torch.", and shape, by name
 
+# numbers that a cast changes little: all others are codes, which mean nothing in another dtype
+PLAIN_DTYPES = {"float64", "float32", "bfloat16", "float16"}
 REFUSED_MAX = 100  # names in an error
 PIECES_MAX = 10_000  # of what is filled and not copied to
 
-_aten = torch.ops.aten
+
+@dataclass(frozen=True)
+class Parts:
+    """What is read of a published tensor of this shape, if anything."""
+
+    of: tuple[int, ...]
+    places: tuple[Index, ...] = ()
+
+
+@dataclass(frozen=True)
+class Padding:
+    """A number fills so many elements of a published tensor's place in this parameter."""
+
+    parameter: str
+    elements: int
+    place: tuple[int, ...]  # its shape
 
 
 @dataclass
@@ -57,6 +60,9 @@ class Recording:
     alone. `refused`: published tensors that it refuses, each with the reason. `gaps`: parameters of
     which so many elements were not written. `casts`: published tensors that are cast, each with
     their own dtype and the parameter's.
+
+    Of published tensors whose shapes are not the usual ones: `parts`, what is read of those that
+    are not read as wholes; `padded`, those whose place is larger.
     """
 
     sources: dict[str, list[tuple[Place, View]]] = field(default_factory=dict)
@@ -67,6 +73,8 @@ class Recording:
     refused: dict[str, str] = field(default_factory=dict)
     gaps: dict[str, int] = field(default_factory=dict)
     casts: dict[str, tuple[str, str]] = field(default_factory=dict)
+    parts: dict[str, Parts] = field(default_factory=dict)
+    padded: dict[str, Padding] = field(default_factory=dict)
 
     def fill_numbers(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write what comes from no published tensor, such as padding."""
@@ -92,11 +100,46 @@ class Recording:
             + (f"; there are: {some(list(map(repr, has)))}" if has else "")
         )
 
+    def miscast(self, usual: Specs) -> dict[str, str]:
+        """Published tensors whose numbers the loader's cast would spoil: each with the reason.
+        `usual`: what it was given before.
+        """
+        return {
+            name: f"it is {has}, and the engine's parameter {wants}"
+            for name, (has, wants) in self.casts.items()
+            if not PLAIN_DTYPES.issuperset((has, wants)) and usual.get(name, ("",))[0] != has
+        }
+
+    def too_small(self, specs: Specs, checked: Collection[str]) -> dict[str, str]:
+        """Published tensors that do not fill their place, each with the reason. `checked`:
+        parameters that are padded whatever the shape is, which their loader checks.
+        """
+        return {
+            name: f"its shape is {specs[name][1]}, which is too small: {each.elements} elements of "
+            f"its place {each.place} on a rank (in {each.parameter!r}) would come from no "
+            f"published tensor, and no checkpoint of the engine's says that this is right"
+            for name, each in self.padded.items()
+            if each.parameter not in checked
+        }
+
     def make(self, name: str, into: torch.Tensor, published: Mapping[str, torch.Tensor]) -> None:
         """Write a parameter that consists of copies alone, as `sources` and `filled` say it."""
         for place, view in self.sources[name]:
             _part(into, place).copy_(_part(published[view.name], view))
         self.fill_numbers({name: into})
+
+
+def left_out(ranks: Sequence[Mapping[str, Parts]]) -> dict[str, str]:
+    """Published tensors that all ranks together read only a part of, each with the reason, given
+    `Recording.parts` of each rank.
+    """
+    found = {}
+    for name, its in ranks[0].items():
+        if all(name in parts for parts in ranks):
+            places = [place for parts in ranks for place in parts[name].places]
+            if places and _extent(places) < math.prod(its.of):
+                found[name] = f"its shape is {its.of}, and the engine reads {around(places)} of it"
+    return found
 
 
 def record(
@@ -109,33 +152,20 @@ def record(
     written.
 
     `parameters`: where the loader writes, on any device, meta included. `usual`: what it was given
-    before, for errors. Raises ManifestMismatch (names that the loader refuses, all listed),
-    RegistrationError (it does what cannot be recorded; the tensor is named).
+    before, of the same shapes. Raises RegistrationError (it does what cannot be recorded; the
+    tensor is named), ManifestMismatch (tensors that it refuses cannot be told apart).
     """
-    found = record_known(load, parameters, published, usual)
-    if found.refused:
-        raise _refusal(found.refused)
-    return found
-
-
-def record_known(
-    load: Loader,
-    parameters: Mapping[str, torch.Tensor],
-    published: Specs,
-    usual: Specs | None = None,
-) -> Recording:
-    """As `record`, of the published tensors that the loader does not refuse; the others are in
-    `Recording.refused`. Raises ManifestMismatch only where these cannot be told apart.
-    """
+    usual = usual or {}
+    known = {name for name in published if name in usual and usual[name][1] == published[name][1]}
     refused: dict[str, str] = {}
     said_before: set[str] = set()
     while True:
-        recorder = _Recorder(parameters)
+        recorder = Recorder(parameters, known)
         wanted = [name for name in published if name not in refused]
         try:
             with recorder, torch.no_grad():
                 load(recorder.feed(wanted, published))
-        except _Unrecordable:
+        except Unrecordable:
             raise
         except Exception as error:
             name, said = recorder.current, f"{error}" or type(error).__name__
@@ -155,16 +185,21 @@ def record_known(
             if name in refused or not is_refused or len(refused) == REFUSED_MAX:
                 break
             said_before.add(said)
-            refused[name] = f"{said}{recorder.misfit(name, published, usual or {})}"
+            refused[name] = f"{said}{_misfit(name, published, usual, recorder.place)}"
         else:
             resized = {
                 name: _differing(published[name][1], usual[name][1])
                 for name in wanted
-                if usual and name in usual
+                if name in usual
                 if math.prod(published[name][1]) != math.prod(usual[name][1])
             }
-            return recorder.finish(parameters, wanted, refused | resized)
-    raise _refusal(refused)
+            return _finish(recorder, parameters, wanted, published, refused | resized)
+    differences = tuple(f"{name!r}: {reason}" for name, reason in refused.items())
+    raise ManifestMismatch(
+        f"load_weights refuses {len(refused)} published tensor(s), and perhaps others: "
+        f"{some(differences, '; ', REFUSED_MAX)}",
+        differences=differences,
+    )
 
 
 def _differing(has: tuple[int, ...], usual: tuple[int, ...]) -> str:
@@ -172,278 +207,99 @@ def _differing(has: tuple[int, ...], usual: tuple[int, ...]) -> str:
     return f"its shape is {has}, and that of the engine's checkpoint {usual}"
 
 
+def _misfit(name: str, published: Specs, usual: Specs, place: tuple[int, ...] | None) -> str:
+    """The shapes of a tensor that was just refused, and of what it is for, if they differ."""
+    has = published[name][1]
+    if name in usual:
+        return f": {_differing(has, usual[name][1])}" if usual[name][1] != has else ""
+    is_other = place is not None and place != has
+    return f": its shape is {has}, and that of its place {place}" if is_other else ""
+
+
 def _refuses(
     load: Loader, parameters: Mapping[str, torch.Tensor], name: str, published: Specs
 ) -> bool:
     """Whether it refuses this tensor alone: a loader that reads ahead fails after a later one."""
     try:
-        with _Recorder(parameters) as recorder, torch.no_grad():
+        with Recorder(parameters) as recorder, torch.no_grad():
             load(recorder.feed([name], published))
     except Exception:
         return True
     return False
 
 
-def _refusal(refused: Mapping[str, str]) -> ManifestMismatch:
-    differences = tuple(f"{name!r}: {reason}" for name, reason in refused.items())
-    text = f"load_weights refuses {len(refused)} published tensor(s): "
-    return ManifestMismatch(text + some(differences, "; ", REFUSED_MAX), differences=differences)
-
-
-class _Unrecordable(RegistrationError):
-    """The loader did something that says nothing about what it would have done."""
-
-
-@dataclass
-class _Written:
-    """The writes to one parameter so far."""
-
-    # by place: of two copies to one place the later one stays
-    pairs: dict[Any, tuple[Index, str, Index, tuple[int, ...]]] = field(default_factory=dict)
-    fills: list[tuple[tuple[slice | int, ...], float]] = field(default_factory=list)
-    places: list[tuple[slice | int, ...]] = field(default_factory=list)  # of all writes
-    needs: dict[str, None] = field(default_factory=dict)
-    reason: str = ""
-
-
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.current: str | None = None  # the published tensor that was handed over last
-        # so that no storage is another one under an address that was used
-        self._kept: list[torch.Tensor] = []
-        # by storage: several may share one
-        self._parameters: dict[int, list[Root]] = defaultdict(list)
-        self._published: dict[int, Root] = {}
-        # storages that were computed: of which tensors
-        self._made_of: dict[int, dict[str, None]] = defaultdict(dict)
-        self._written: dict[str, _Written] = defaultdict(_Written)
-        self._touched: dict[str, None] = {}
-        self._casts: dict[str, tuple[str, str]] = {}
-        self._place: tuple[int, ...] | None = None  # that was looked at last, for this tensor
-        for name, parameter in parameters.items():
-            root = Root(
-                name,
-                tuple(parameter.shape),
-                int(parameter.storage_offset()),
-                parameter.is_contiguous(),
-            )
-            self._parameters[_storage(parameter)].append(root)
-            self._kept.append(parameter)
-
-    def feed(self, names: Sequence[str], published: Specs) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in names:
-            dtype, shape = published[name]
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            self._published[_storage(tensor)] = Root(name, tuple(shape), 0)
-            self._kept.append(tensor)
-            self.current, self._place = name, None
-            yield name, tensor
-
-    def misfit(self, name: str, published: Specs, usual: Specs) -> str:
-        """The shapes of a tensor that was just refused, and of what it is for, if they differ."""
-        has, place = published[name][1], self._place
-        if name in usual:
-            return f": {_differing(has, usual[name][1])}" if usual[name][1] != has else ""
-        is_other = place is not None and place != has
-        return f": its shape is {has}, and that of its place {place}" if is_other else ""
-
-    # ----------------------------------------------------------------------------------------------
-    # what the loader does
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        schema = func._schema.arguments
-        given = [
-            *zip(schema, args, strict=False),
-            *((each, kwargs[each.name]) for each in schema if each.name in kwargs),
-        ]
-        written = [
-            tensor
-            for argument, value in given
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in _tensors(value)
-        ]
-        roots = [root for tensor in written for root in self._roots(tensor)]
-        read = [
-            tensor
-            for argument, value in given
-            for tensor in _tensors(value)
-            if not any(tensor is w for w in written)
-        ]
-        if roots:
-            return self._write(func, args, kwargs, written, roots, read)
-        result = func(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and _storage(result) in self._parameters:
-            self._place = tuple(result.shape)
-        self._trace([*written, *_tensors(result)], [*read, *written])
-        return result
-
-    def _roots(self, tensor: torch.Tensor) -> list[Root]:
-        """The parameters that a view may touch."""
-        found = self._parameters.get(_storage(tensor), [])
-        if len(found) < 2 or not tensor.numel():
-            return found
-        first = tensor.storage_offset()
-        last = first + sum(
-            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        return [
-            root
-            for root in found
-            if root.offset <= last and first < root.offset + math.prod(root.shape)
-        ]
-
-    def _trace(self, made: list[torch.Tensor], of: list[torch.Tensor]) -> None:
-        names = dict.fromkeys(name for tensor in of for name in self._names(tensor))
-        for tensor in made:
-            key = _storage(tensor)
-            self._kept.append(tensor)
-            if names and key not in self._published and key not in self._parameters:
-                self._made_of[key].update(names)
-
-    def _names(self, tensor: torch.Tensor) -> list[str]:
-        """The published tensors that `tensor` consists of."""
-        key = _storage(tensor)
-        if key in self._published:
-            self._touched[self._published[key].name] = None
-            return [self._published[key].name]
-        if key in self._parameters:
-            return [name for root in self._roots(tensor) for name in self._written[root.name].needs]
-        return list(self._made_of.get(key, ()))
-
-    def _write(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        written: Any,
-        roots: list[Root],
-        read: list[torch.Tensor],
-    ) -> Any:
-        """A parameter is written: noted, and not done."""
-        target: torch.Tensor = written[0]
-        if len(written) != 1 or not func._schema.returns or func._schema.name.endswith("_out"):
-            which = some([repr(root.name) for root in roots])
-            raise _Unrecordable(
-                f"load_weights cannot be recorded at {shown(self.current)}: {func} writes {which}"
-            )
-        if not target.numel():
-            return target
-        if len(roots) == 1 and roots[0].is_contiguous:
-            with contextlib.suppress(NotABox):
-                self._cover(roots[0], target)
-        names = dict.fromkeys(name for tensor in read for name in self._names(tensor))
-        for root in roots:
-            self._written[root.name].needs.update(names)
-        if len(roots) > 1:
-            reason = f"{func} writes several parameters that share memory"
-        elif not roots[0].is_contiguous:
-            reason = "the parameter is not contiguous"
-        elif func is _aten.copy_.default:
-            reason = self._copy(roots[0], target, args[1])
-        elif func in (_aten.zero_.default, _aten.fill_.Scalar):
-            reason = self._fill(roots[0], target, 0 if func is _aten.zero_.default else args[1])
-        else:
-            reason = f"{func}"
-        if reason:
-            of = list(map(repr, names))
-            for root in roots:
-                done = self._written[root.name]
-                done.reason = (
-                    done.reason or f"{reason}, of {some(of) if of else 'no published tensor'}"
-                )
-        return target
-
-    def _cover(self, parameter: Root, target: torch.Tensor) -> None:
-        """Note which elements are written, in whatever way."""
-        places = self._written[parameter.name].places
-        for place in places_of(parameter, target):
-            if not any(key(place) == key(each) for each in places[-1:]):
-                places.append(place)
-
-    def _copy(self, parameter: Root, to: torch.Tensor, of: torch.Tensor) -> str:
-        """Note a copy; or why it is not a copy of elements as they are."""
-        root = self._published.get(_storage(of))
-        if root is None:
-            return (
-                "it is computed"
-                if not of.is_floating_point() or self._names(of)
-                else "it is a constant"
-            )
-        if to.dtype != of.dtype:
-            cast = self._casts[root.name] = _name(of.dtype), _name(to.dtype)
-            return "cast from {} to {}".format(*cast)
-        if to.shape != of.shape:
-            try:
-                of = of.expand(to.shape)
-            except RuntimeError as error:
-                raise _Unrecordable(
-                    f"{root.name!r} does not fit {parameter.name!r}: {error}"
-                ) from error
-        done = self._written[parameter.name]
-        loops = tuple(zip(to.shape, to.stride(), of.stride(), strict=True))
-        start = int(to.storage_offset()) - parameter.offset, int(of.storage_offset())
+def _finish(
+    recorder: Recorder,
+    parameters: Mapping[str, torch.Tensor],
+    wanted: Sequence[str],
+    published: Specs,
+    refused: dict[str, str],
+) -> Recording:
+    recording = Recording(
+        unread=tuple(name for name in wanted if name not in recorder.touched),
+        refused=refused,
+        casts=recorder.casts,
+        parts=dict(_parts_read(recorder, wanted, published)),
+        padded=dict(_padded(recorder, published)),
+    )
+    for name, parameter in parameters.items():
+        if not recorder.has(parameter):
+            raise Unrecordable(f"load_weights gives parameter {name!r} another memory")
+        done = recorder.written.get(name)
+        if done is None or not (done.reason or done.pairs or done.fills):
+            recording.gaps[name] = parameter.numel()
+            continue
+        recording.needs[name] = tuple(done.needs)
+        with contextlib.suppress(NotABox):
+            if gap := parameter.numel() - _extent(done.places):
+                recording.gaps[name] = gap
+        places = [pair[0] for pair in done.pairs.values()]
+        if not done.reason and any_overlap(places):
+            done.reason = "places are copied to twice"
         try:
-            for (place, _), (view, order) in boxes(loops, start, (parameter, root)):
-                done.pairs[key(place)] = place, root.name, view, order
+            filled = [(name, *each) for each in _padding(done.fills, places)]
         except NotABox as reason:
-            return f"{reason}"
-        return ""
+            done.reason = done.reason or f"{reason}"
+        if done.reason:
+            recording.computed[name] = done.reason
+            continue
+        recording.filled += filled
+        if done.pairs:
+            recording.sources[name] = [
+                (at[place], _view(whole, view, order))
+                for place, whole, view, order in done.pairs.values()
+            ]
+    return recording
 
-    def _fill(self, parameter: Root, target: torch.Tensor, value: float) -> str:
-        done = self._written[parameter.name]
-        try:
-            places = places_of(parameter, target)
-        except NotABox as reason:
-            return f"{reason}"
-        if any(overlap(place, pair[0]) for place in places for pair in done.pairs.values()):
-            return "it is filled with a number after it was copied"
-        done.fills += [(place, value) for place in places]
-        return ""
 
-    # ----------------------------------------------------------------------------------------------
-    # the record
+def _parts_read(
+    recorder: Recorder, wanted: Sequence[str], published: Specs
+) -> Iterator[tuple[str, Parts]]:
+    for name in wanted:
+        places = recorder.reads.get(name, [])
+        if name in recorder.known or places is None:
+            continue
+        if _extent(places) < math.prod(published[name][1]):
+            yield name, Parts(published[name][1], tuple(places))
 
-    def finish(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        published: Sequence[str],
-        refused: dict[str, str],
-    ) -> Recording:
-        unread = tuple(name for name in published if name not in self._touched)
-        recording = Recording(unread=unread, refused=refused, casts=self._casts)
-        for name, parameter in parameters.items():
-            if _storage(parameter) not in self._parameters:
-                raise _Unrecordable(f"load_weights gives parameter {name!r} another memory")
-            done = self._written.get(name)
-            if done is None or not (done.reason or done.pairs or done.fills):
-                recording.gaps[name] = parameter.numel()
-                continue
-            recording.needs[name] = tuple(done.needs)
+
+def _padded(recorder: Recorder, published: Specs) -> Iterator[tuple[str, Padding]]:
+    for parameter, done in recorder.written.items():
+        copied = [place for places in done.copied.values() for place in places]
+        for name in {**done.numbers, **done.joined}:
+            if name in recorder.known or (name in recorder.reads and name not in done.needs):
+                continue  # it has nothing to do with what was written
+            elements = done.joined.get(name, 0)
             with contextlib.suppress(NotABox):
-                if gap := parameter.numel() - _written(done.places):
-                    recording.gaps[name] = gap
-            places = [pair[0] for pair in done.pairs.values()]
-            if not done.reason and any_overlap(places):
-                done.reason = "places are copied to twice"
-            try:
-                filled = [(name, *each) for each in _padding(done.fills, places)]
-            except NotABox as reason:
-                done.reason = done.reason or f"{reason}"
-            if done.reason:
-                recording.computed[name] = done.reason
-                continue
-            recording.filled += filled
-            if done.pairs:
-                recording.sources[name] = [
-                    (at[place], _view(whole, view, order))
-                    for place, whole, view, order in done.pairs.values()
-                ]
-        return recording
+                numbers = [(place, 0.0) for place in done.numbers.get(name, ())]
+                elements += _extent([place for place, _ in _padding(numbers, copied)])
+            if elements:
+                places = [*done.copied.get(name, ()), *done.numbers.get(name, ())]
+                dims = len(published[name][1])  # one of several experts has more
+                yield name, Padding(parameter, elements, around(places)[-dims:])
 
 
-def _written(places: Sequence[Index]) -> int:
+def _extent(places: Sequence[Index]) -> int:
     """How many elements any of these boxes has."""
     if not any_overlap(places):
         return sum(map(count, places))
@@ -467,22 +323,6 @@ def _padding(
             if len(left) > PIECES_MAX:
                 raise NotABox("what is filled falls into too many pieces")
         yield from ((piece, value) for piece in left)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return f"{dtype}".removeprefix("torch.")
 
 
 def _view(name: str, index: tuple[slice | int, ...], order: tuple[int, ...]) -> View:

@@ -44,7 +44,7 @@ from tensorhub.errors import (
 from tensorhub.integrations import sglang_lora, sglang_one_version, sglang_sleep
 from tensorhub.integrations.adapters import Publication, fetch_adapter
 from tensorhub.integrations.given import bounded
-from tensorhub.integrations.recording import Specs
+from tensorhub.integrations.recorder import Specs
 from tensorhub.integrations.releases import check_release
 from tensorhub.integrations.sglang_layers import (
     SecondModel,
@@ -289,7 +289,7 @@ class Receiver:
                 return None
             self._check_is_newer(self._hub, served, order)
         plan, _ = self._plan_for(order.version)
-        if self._weights is None and plan.in_place and not plan.missing:
+        if self._weights is None and plan.in_place and not plan.faults:
             self._weights = self.register(plan.in_place)
         self._check_live(plan, second)
         return plan
@@ -426,7 +426,7 @@ class Receiver:
         config = getattr(self._model, "config", None)
         is_tied = getattr(config, "tie_word_embeddings", False)
         known = [*self._joined.unused, *(["*lm_head.weight"] if is_tied else [])]
-        return mismatch(self._joined.model, faults, known)
+        return mismatch(self._joined.model, self.plan(), faults, known)
 
     # --------------------------------------------------------------------------------------------
     # a fleet with one version: see sglang_one_version

@@ -22,6 +22,7 @@ import torch
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.model_loader import loader
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from torch import nn
@@ -29,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorhub.integrations.drafts import PREFIX, joined
 from tensorhub.integrations.probing import own_tensors, pattern, same_bytes
-from tensorhub.integrations.recording import Recording, Specs, record
+from tensorhub.integrations.recorder import Specs
+from tensorhub.integrations.recording import Recording, record
 from tensorhub.integrations.sglang_lora import without_adapters
 from tensorhub.memory.safetensors import read_header
 
@@ -254,6 +256,11 @@ class SecondModel:
                 each.__dict__.update(attributes)
 
 
+def pads_itself(layer: Layer) -> bool:
+    """Whether what is loaded fills a part of this layer, and its shape is checked: a vocabulary."""
+    return isinstance(layer.second, VocabParallelEmbedding)
+
+
 def copy_to_live(layer: Layer) -> None:
     """Give the engine's layer what its loaded second module has, in the engine's memory."""
     _check_same_kinds(layer)
@@ -313,13 +320,16 @@ def has_backup() -> bool:
     return bool(getattr(get_server_args(), "enable_weights_cpu_backup", False))
 
 
+def has_random_weights() -> bool:
+    """Whether the engine has loaded no checkpoint."""
+    return bool(get_server_args().load_format == "dummy")
+
+
 def checkpoint(has_draft: bool) -> dict[str, tuple[str, tuple[int, ...]]] | None:
-    """Names, dtypes and shapes of the tensors in the files that the engine was loaded from. None:
-    it was loaded from nothing, or not from safetensors files on this machine.
+    """Names, dtypes and shapes of the tensors in the files that the engine was started with, though
+    it may have loaded nothing of them. None: there are no safetensors files on this machine.
     """
     settings = get_server_args()
-    if settings.load_format == "dummy":
-        return None
     found = _in_files(settings.model_path, settings.revision)
     path = settings.speculative_draft_model_path
     if not has_draft or path == settings.model_path or found is None:

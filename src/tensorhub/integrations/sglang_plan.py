@@ -6,8 +6,8 @@ Responsible for that decision, on one rank. Not responsible for carrying it out 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
@@ -16,11 +16,17 @@ from torch import nn
 from tensorhub.errors import ManifestMismatch, RegistrationError, StateError, some
 from tensorhub.integrations.given import wrapped
 from tensorhub.integrations.probing import pattern, same_bytes
-from tensorhub.integrations.recording import Recording, Specs
-from tensorhub.integrations.sglang_layers import Layer, SecondModel, checkpoint
+from tensorhub.integrations.recorder import Specs
+from tensorhub.integrations.recording import Parts, Recording, left_out
+from tensorhub.integrations.sglang_layers import (
+    Layer,
+    SecondModel,
+    checkpoint,
+    has_random_weights,
+    pads_itself,
+)
 
 BATCH_BYTES = 256 * 2**20  # of layers that are loaded together
-FLOATS = ("float64", "float32", "float16", "bfloat16")
 ADVICE = (
     "serve with a backend that leaves weights as they are loaded (--moe-runner-backend triton, "
     "without SGLANG_USE_AITER and "
@@ -38,37 +44,38 @@ class Batch:
 
 @dataclass(frozen=True)
 class Faults:
-    """What keeps a publication from fitting, on one rank. `published`: the names; `unread`: those
-    that this rank leaves alone, and others perhaps do not.
+    """What keeps a publication from fitting, on one rank: `missing`, parameters that it does not
+    fill, and `refused`, tensors that do not fit, by name with the reason; `unexpected`, other
+    reasons. `unread`: published tensors that this rank leaves alone, and others perhaps do not;
+    `parts`: what it reads of those that it does not read as wholes.
     """
 
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    published: tuple[str, ...]
-    unread: tuple[str, ...]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    unexpected: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    parts: Mapping[str, Parts] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.refused or self.unexpected)
 
 
 @dataclass(frozen=True)
 class Plan:
     """How a publication of these tensors gets into the model: `in_place` where they lie, `loaded`
-    by SGLang's loader. `missing`, `unexpected`: what keeps it from fitting, on this rank.
+    by SGLang's loader. `parameters`: the names of all.
     """
 
     specs: Specs
     recording: Recording
     in_place: dict[str, torch.Tensor]
     loaded: tuple[Batch, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
+    faults: Faults
+    parameters: tuple[str, ...]
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.in_place.values())
-
-    @property
-    def faults(self) -> Faults:
-        unread = tuple(self.recording.unread)
-        return Faults(self.missing, self.unexpected, tuple(self.specs), unread)
 
 
 def make(second: SecondModel, specs: Specs) -> Plan:
@@ -82,8 +89,8 @@ def make(second: SecondModel, specs: Specs) -> Plan:
             f"{len(refused)} parameter(s) are not kept in the layout of load_weights: {text}. "
             f"{ADVICE}"
         )
-    files = checkpoint(second.draft is not None)
-    found = second.record(specs, files)
+    usual = checkpoint(second.draft is not None) or {}
+    found = second.record(specs, usual)
     filled = [layer for layer in second.layers if any(n in found.needs for n in layer.tensors)]
     by_loader = [
         layer
@@ -99,31 +106,39 @@ def make(second: SecondModel, specs: Specs) -> Plan:
         if name in found.needs
     }
     loaded = tuple(batches(by_loader, found))
-    return Plan(specs, found, in_place, loaded, *_unfit(second, specs, found, files))
+    faults = _faults(second, specs, found, usual)
+    return Plan(specs, found, in_place, loaded, faults, tuple(second.tensors))
 
 
 def mismatch(
-    model_name: str, faults: Sequence[Faults], known: Sequence[str]
+    model_name: str, plan: Plan, faults: Sequence[Faults], known: Sequence[str]
 ) -> ManifestMismatch | None:
-    """What is wrong with a publication, given each rank's faults: every rank needs what it has, and
-    every published tensor a place on some rank. SGLang's loaders say nothing of either. `known`:
-    names, with `*`, of tensors that need no place.
+    """What is wrong with a publication, given this rank's plan and each rank's faults: every rank
+    needs what it has, and every published tensor a place on some rank. SGLang's loaders say nothing
+    of either. `known`: names, with `*`, of tensors that need no place.
     """
-    missing = list(dict.fromkeys(each for rank in faults for each in rank.missing))
+    missing = {name: why for rank in faults for name, why in rank.missing.items()}
+    refused = {name: why for rank in faults for name, why in rank.refused.items()}
+    refused = {**left_out([rank.parts for rank in faults]), **refused}
     unexpected = list(dict.fromkeys(each for rank in faults for each in rank.unexpected))
     unread = set.intersection(*(set(rank.unread) for rank in faults))
-    published = faults[0].published
     unexpected += [
         f"{name!r}: the model's loader leaves it alone"
-        for name in published
+        for name in plan.specs
         if name in unread and not any(fnmatchcase(name, each) for each in known)
     ]
+    listed = [[f"{name!r}: {why}" for name, why in each.items()] for each in (refused, missing)]
     texts = []
+    if refused:
+        texts.append(
+            f"the engine refuses {len(refused)} published tensor(s): "
+            f"{some(listed[0], '; ', most=100)}"
+        )
     if missing:
         texts.append(
             f"{len(missing)} parameter(s) of the engine are not in what is published as "
-            f"{model_name!r}: {some(missing, '; ', most=100)}; publish them under the names "
-            f"of the checkpoint{wrapped(published, _names(missing))}"
+            f"{model_name!r}: {some(listed[1], '; ', most=100)}; publish them under the names "
+            f"of the checkpoint{wrapped(plan.specs, plan.parameters)}"
         )
     if unexpected:
         texts.append(
@@ -133,12 +148,7 @@ def mismatch(
         )
     if not texts:
         return None
-    return ManifestMismatch("; and ".join(texts), differences=(*missing, *unexpected))
-
-
-def _names(missing: Iterable[str]) -> list[str]:
-    """Of the parameters in these sentences of a plan's."""
-    return [each.partition(": ")[0].strip("'\"") for each in missing]
+    return ManifestMismatch("; and ".join(texts), differences=(*listed[0], *listed[1], *unexpected))
 
 
 def probe(second: SecondModel, plan: Plan) -> None:
@@ -168,37 +178,34 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _unfit(
-    second: SecondModel, specs: Specs, found: Recording, files: Specs | None
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _faults(second: SecondModel, specs: Specs, found: Recording, usual: Specs) -> Faults:
     """What of the engine's own load a publication leaves out, and what it has beyond that.
 
-    The engine's own load is that of its checkpoint. An engine without one, as with random weights,
-    needs all of its parameters.
+    The engine's own load is that of its checkpoint, whose tensors are the `usual` ones. An engine
+    without one, as with random weights, needs all of its parameters. A tensor of which no file says
+    the shape has to be all of its place, and to be read as a whole.
     """
-    tensors = second.tensors
-    own = None if files is None else second.record(files)
+    tensors, is_loaded = second.tensors, bool(usual) and not has_random_weights()
+    own = second.record(usual, usual) if is_loaded else Recording()
     gaps = _gaps(second, specs, found)
-    allowed = {} if files is None or own is None else _gaps(second, files, own)
-    missing, unexpected = [], []
+    allowed = _gaps(second, usual, own) if is_loaded else {}
+    missing, unexpected = {}, []
     for name, tensor in tensors.items():
         more = gaps.get(name, 0) - allowed.get(name, 0)
-        usual = () if own is None else own.needs.get(name, ())
-        is_lost = not set(usual).issubset(found.needs.get(name, ()))
+        its = own.needs.get(name, ())
+        is_lost = is_loaded and not set(its).issubset(found.needs.get(name, ()))
         if isinstance(tensor, nn.Parameter) and (more > 0 or is_lost):
-            missing.append(f"{name!r}: {found.gap(name, more, usual)}")
-        elif own is not None and more < 0:
+            missing[name] = found.gap(name, more, its)
+        elif is_loaded and more < 0:
             unexpected.append(f"{name!r}: the engine's own load has left {-more} elements alone")
-        wrong = [
-            each
-            for each in found.needs.get(name, ())
-            if specs[each][0] in FLOATS and _dtype(tensor) not in FLOATS
-        ]
-        if wrong and found.computed.get(name, "").startswith("cast"):
-            unexpected.append(
-                f"{wrong[0]!r}: it is {specs[wrong[0]][0]}, and the engine loads {_dtype(tensor)}"
-            )
-    return tuple(missing), tuple(unexpected)
+    checked = {name for layer in second.layers if pads_itself(layer) for name in layer.tensors}
+    return Faults(
+        missing,
+        {**found.too_small(specs, checked), **found.miscast(usual), **found.refused},
+        tuple(unexpected),
+        found.unread,
+        found.parts,
+    )
 
 
 def _gaps(second: SecondModel, specs: Specs, found: Recording) -> dict[str, int]:

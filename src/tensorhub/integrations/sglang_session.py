@@ -116,9 +116,8 @@ class Outcome:
     @classmethod
     def of(cls, error: Exception, memory: Memory) -> Self:
         if isinstance(error, TensorHubError):
-            return cls(
-                type(error).__name__, f"{error}", memory, tuple(getattr(error, "differences", ()))
-            )
+            kind = next(each.__name__ for each in type(error).__mro__ if each.__name__ in BY_NAME)
+            return cls(kind, f"{error}", memory, tuple(getattr(error, "differences", ())))
         return cls("StateError", f"{type(error).__name__}: {error}", memory)
 
     def error(self) -> TensorHubError:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers import attention
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -56,6 +57,7 @@ __all__ = [
     "load",
     "load_format",
     "own_tensors",
+    "pads_itself",
     "process",
     "processed",
     "same_bytes",
@@ -287,6 +289,11 @@ def load(model: nn.Module, model_config: Any, weights: Iterable[tuple[str, torch
         model.load_weights(weights)  # type: ignore[operator]
     finally:
         finalize_layerwise_reload(model, model_config)
+
+
+def pads_itself(layer: nn.Module) -> bool:
+    """Whether what is loaded fills a part of this layer, and its shape is checked: a vocabulary."""
+    return isinstance(layer, VocabParallelEmbedding)
 
 
 def finish(model: nn.Module, model_config: Any) -> None:

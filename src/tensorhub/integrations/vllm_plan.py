@@ -31,15 +31,13 @@ from tensorhub.errors import ManifestMismatch, RegistrationError, some
 from tensorhub.integrations import vllm_layers as layers
 from tensorhub.integrations.drafts import PREFIX
 from tensorhub.integrations.lost_memory import sampled
-from tensorhub.integrations.recording import Loader, Recording, Specs, record_known
+from tensorhub.integrations.recorder import Specs
+from tensorhub.integrations.recording import Loader, Parts, Recording, left_out, record
 from tensorhub.integrations.vllm_first_load import first_load
 from tensorhub.logs import get_logger
 
 log = get_logger(__name__)
 BATCH_BYTES = 256 * 2**20  # of layers that are read together
-
-# numbers that a cast changes little: all others are codes, which mean nothing in another dtype
-PLAIN_DTYPES = {"float64", "float32", "bfloat16", "float16"}
 
 # what loaders of vLLM's leave alone in any checkpoint: it is computed from the configuration
 COMPUTED_NAMES = (
@@ -63,12 +61,14 @@ class Layer:
 @dataclass(frozen=True)
 class Faults:
     """What keeps a publication from being all that a worker needs, by name, with the reason.
-    `unread`: published tensors that this worker leaves alone, and others perhaps do not.
+    `unread`: published tensors that this worker leaves alone, and others perhaps do not; `parts`:
+    what it reads of those that it does not read as wholes.
     """
 
     missing: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    parts: Mapping[str, Parts] = field(default_factory=dict)
 
 
 @dataclass
@@ -135,11 +135,11 @@ class Planner:
             }
             tensors = {name: each[2] for name, each in parameters.items()}
             load: Loader = self._model.load_weights  # type: ignore[assignment]
-            found = record_known(load, tensors, given, self._first)
+            found = record(load, tensors, given, self._first)
             first = None if self._first is None else self._recorded_first(tensors)
         plan = Plan(specs, found)
         owners = {name: (modules[prefix], it) for name, (prefix, it, _) in parameters.items()}
-        plan.faults = self._faults(found, first, owners, ignored)
+        plan.faults = self._faults(given, found, first, owners, ignored)
         by_module: dict[str, dict[str, str]] = {}
         for name, (prefix, attribute, _) in parameters.items():
             if name in found.needs:
@@ -167,13 +167,14 @@ class Planner:
     def _recorded_first(self, tensors: Mapping[str, torch.Tensor]) -> Recording | None:
         assert self._first is not None
         try:
-            return record_known(self._model.load_weights, tensors, self._first)  # type: ignore[arg-type]
+            return record(self._model.load_weights, tensors, self._first)  # type: ignore[arg-type]
         except RegistrationError as error:
             log.warning("vllm_first_load_unknown", reason=f"{error}")
             return None
 
     def _faults(
         self,
+        specs: Specs,
         found: Recording,
         first: Recording | None,
         owners: Mapping[str, tuple[nn.Module, str]],
@@ -202,13 +203,13 @@ class Planner:
             and not (self._ties and name.endswith("lm_head.weight"))
             and not any(fnmatchcase(name, pattern) for pattern in COMPUTED_NAMES)
         ]
-        usual = self._first or {}
-        miscast = {
-            name: f"it is {has}, and the engine's parameter {wants}"
-            for name, (has, wants) in found.casts.items()
-            if not PLAIN_DTYPES.issuperset((has, wants)) and usual.get(name, ("",))[0] != has
+        checked = {name for name, (owner, _) in owners.items() if layers.pads_itself(owner)}
+        refused = {
+            **found.too_small(specs, checked),
+            **found.refused,
+            **found.miscast(self._first or {}),
         }
-        return Faults(missing, {**found.refused, **miscast}, tuple(unread))
+        return Faults(missing, refused, tuple(unread), found.parts)
 
     def _parts(self, name: str, first: Recording | None) -> Sequence[str]:
         """The tensors that a parameter comes from: in the first load, or by the model's own list of
@@ -264,6 +265,7 @@ def mismatch(model_name: str, faults: Sequence[Faults]) -> ManifestMismatch | No
     """
     missing = {name: reason for each in faults for name, reason in each.missing.items()}
     refused = {name: reason for each in faults for name, reason in each.refused.items()}
+    refused = {**left_out([each.parts for each in faults]), **refused}
     unread = set(faults[0].unread).intersection(*[each.unread for each in faults])
     for name in sorted(unread):
         refused.setdefault(name, "no worker of the engine reads it")
