@@ -65,7 +65,7 @@ def test_a_list_of_texts_has_texts_alone() -> None:
             {"address": ADDRESS, "token": "", "model": "actor", "before": 0},
             timeout_s=0.2,
         ).refresh(),
-        lambda: sglang.Trainer(nn.Linear(2, 2), [], ADDRESS, timeout_s=0.2),
+        lambda: sglang.Trainer(nn.Linear(2, 2), Engine(), ADDRESS, timeout_s=0.2),
     ],
 )
 def test_a_coordinator_is_waited_for_no_longer_than_a_call_may_take(

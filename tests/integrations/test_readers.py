@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tensorhub import sync
-from tensorhub.errors import InvalidType, StateError
+from tensorhub.errors import InvalidType, InvalidValue, StateError
 from tensorhub.integrations import readers
 from tensorhub.integrations.checkpoint_engine import Exchange
 from tensorhub.integrations.sglang import Trainer
@@ -126,10 +126,9 @@ def test_the_adapters_pass_the_setting_on(address: str) -> None:
         Exchange(host="127.0.0.1", allow_no_readers=1)  # type: ignore[arg-type]
 
 
-def test_sglangs_trainer_without_engines(address: str) -> None:
-    with Trainer(tensors(), [], address, timeout_s=2.0) as trainer:
-        trainer.send_weights()
-        with pytest.raises(StateError, match="nothing reads 'actor': version 0"):
-            trainer.send_weights()
-    with Trainer(tensors(), [], address, model="b", allow_no_readers=True) as trainer:
+def test_sglangs_trainer_without_engines(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(InvalidValue, match=r"engines=\[\]: nothing would take .*allow_no_readers"):
+        Trainer(tensors(), [], address, timeout_s=2.0)
+    with Trainer(tensors(), [], address, timeout_s=2.0, allow_no_readers=True) as trainer:
         assert [trainer.send_weights() for _ in range(3)] == [0, 1, 2]
+    assert caplog.text.count("no_readers") == 1

@@ -36,6 +36,14 @@ def test_engines_that_are_none() -> None:
         trainer(5)
 
 
+def test_a_closed_trainer_says_so() -> None:
+    with training(FakeEngine()) as made:
+        made.send_weights()
+    for call in (made.send_weights, made.check_weights):
+        with pytest.raises(StateError, match="this Trainer is closed: make another one"):
+            call()
+
+
 def test_a_pause_that_is_none() -> None:
     with pytest.raises(
         InvalidValue, match="pause='abrot': give one of 'abort', 'retract', 'in_place', None"

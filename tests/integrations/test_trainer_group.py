@@ -37,7 +37,7 @@ def test_a_trainer_before_it_is_waited_for_until_it_is_gone(
         first.close()
 
     monkeypatch.setattr(trainer_group, "time", SimpleNamespace(sleep=sleep, monotonic=monotonic))
-    with Trainer(SOURCE, [], address, world_size=world_size):
+    with Trainer(SOURCE, [], address, world_size=world_size, allow_no_readers=True):
         assert waits
 
 
@@ -54,12 +54,12 @@ def test_a_trainer_that_lives_is_named_after_the_lease_or_the_timeout(
     clock = SimpleNamespace(sleep=sleep, monotonic=lambda: waited)
     monkeypatch.setattr(trainer_group, "time", clock)
     with (
-        Trainer(SOURCE, [], address),
+        Trainer(SOURCE, [], address, allow_no_readers=True),
         pytest.raises(
             RegistrationError, match="another trainer publishes 'actor', or one has died"
         ) as error,
     ):
-        Trainer(SOURCE, [], address, timeout_s=timeout_s)
+        Trainer(SOURCE, [], address, allow_no_readers=True, timeout_s=timeout_s)
     assert "less than 0.5 s ago" in str(error.value)
     assert error.value.retryable
     wanted = min(timeout_s, 2 * LEASE_S)
@@ -71,4 +71,4 @@ def test_what_is_wrong_with_the_tensors_is_said_at_once(
 ) -> None:
     monkeypatch.setattr(trainer_group, "time", SimpleNamespace(monotonic=monotonic))
     with pytest.raises(RegistrationError, match="'a'"):
-        Trainer({"a": torch.zeros(4, 4).t()}, [], address)
+        Trainer({"a": torch.zeros(4, 4).t()}, [], address, allow_no_readers=True)

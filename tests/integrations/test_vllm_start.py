@@ -54,7 +54,7 @@ def test_an_engine_that_would_serve_outside_of_its_fleet_does_not_start(
     monkeypatch.delenv("TENSORHUB_MODEL", raising=False)
     monkeypatch.setenv("TENSORHUB_ADDRESS", "tcp://10.0.0.1:17337")
     monkeypatch.setenv("TENSORHUB_FLEET_HOST", "10.0.0.2")
-    with pytest.raises(InvalidValue, match="TENSORHUB_MODEL and TENSORHUB_ADDRESS of"):
+    with pytest.raises(InvalidValue, match="MODEL is not set, but TENSORHUB_FLEET_HOST is"):
         vllm_start.watch()
     monkeypatch.setenv("TENSORHUB_MODEL", "actor")
     plain = type("Worker", (), {"load_model": lambda self: None})

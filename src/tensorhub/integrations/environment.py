@@ -23,6 +23,11 @@ def check() -> list[str]:
     """The coordinator's addresses. Raises InvalidValue: with another address or name the engine
     would start with old weights.
     """
+    if os.environ.get(FLEET_HOST) and not os.environ.get(MODEL):
+        raise InvalidValue(
+            f"{MODEL} is not set, but {FLEET_HOST} is: give {MODEL} the name that the trainer "
+            f"publishes"
+        )
     try:
         check_name("model", os.environ.get(MODEL, ""))
         return split_addresses(os.environ.get(ADDRESS, ""))

@@ -27,7 +27,13 @@ def register() -> None:
     if os.environ.get(FLEET_HOST):
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+        HookRegistry.register(MADE, look, HookType.BEFORE)
         HookRegistry.register(MADE, start, HookType.AFTER)
+
+
+def look(*given: Any, **named: Any) -> None:
+    """Before a scheduler loads its model. Raises InvalidValue, which ends the engine."""
+    check()
 
 
 def start(made: None, scheduler: Any, *given: Any, **named: Any) -> None:

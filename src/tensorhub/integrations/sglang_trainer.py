@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from tensorhub import sync
+from tensorhub.errors import InvalidValue, StateError, shown
 from tensorhub.integrations.fleet import Fleet
 from tensorhub.integrations.given import bounded
 from tensorhub.integrations.readers import Readers
@@ -64,8 +65,15 @@ class Trainer:
         sources: Sources | None = None,
         options: Options | None = None,
     ) -> None:
+        several = engines if isinstance(engines, list | tuple) else [engines]
+        if rank == 0 and not several and not allow_no_readers:
+            raise InvalidValue(
+                f"engines={shown(engines)}: nothing would take the weights. Name the engines to "
+                f"update; allow_no_readers=True publishes for other workers"
+            )
         self._timeout_s = timeout_s
         self._world_size = world_size
+        self._is_closed = False
         asked: dict[str, Any] = {
             "model": model,
             "pause": pause,
@@ -75,7 +83,6 @@ class Trainer:
             "timeout_s": timeout_s,
             "api_key": api_key,
         }
-        several = engines if isinstance(engines, list | tuple) else [engines]
         self.engines = [Session(each, address, **asked) for each in several if rank == 0]
         # an engine that does not answer says so itself
         self._fleet = Fleet(self.engines, timeout_s=timeout_s + 2 * MARGIN_S)
@@ -105,10 +112,10 @@ class Trainer:
         `weight_version` is its stamp (`tensorhub.Stamp.parse`). `version`: above every number
         before; None: the next one.
 
-        Raises StateError (nothing has read what was published before: `allow_no_readers`), and what
-        an engine's ranks have met; of several engines only if none has taken the version
-        (`fleet.Fleet`). An engine is resumed, unless its weights are torn, or may be: then it stays
-        paused, and the next update that succeeds resumes it.
+        Raises StateError (the trainer is closed), and what an engine's ranks have met; of several
+        engines only if none has taken the version (`fleet.Fleet`). An engine is resumed, unless its
+        weights are torn, or may be: then it stays paused, and the next update that succeeds resumes
+        it.
         """
         return self._publish(version, self._fleet.update)
 
@@ -124,6 +131,8 @@ class Trainer:
         return self._publish(None, self._fleet.check)
 
     def _publish(self, version: int | None, call: Callable[[VersionInfo], object]) -> int:
+        if self._is_closed:
+            raise StateError("this Trainer is closed: make another one to send weights")
         info = self._weights.publish(
             self.version + 1 if version is None else version, self._timeout_s
         )
@@ -142,6 +151,7 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the cluster. The engines keep what they serve."""
+        self._is_closed = True
         self._fleet.close()
         self._hub.close()
 
