@@ -110,6 +110,18 @@ def test_three_updates(
     assert not plan.loaded
 
 
+def test_the_first_contact_logs_no_error(
+    rank: sglang_cpu.Rank, engine: Any, trainers: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.tokenizer_manager.config_value = lambda name: "default"  # as SGLang starts
+    model = actor(33)
+    trainer = trainers(model)
+    trainer.send_weights()
+    trainer.send_weights()
+    assert [each.getMessage() for each in caplog.records if each.levelname == "ERROR"] == []
+    check(rank, model)
+
+
 @pytest.fixture
 def fleet(
     rank: sglang_cpu.Rank, engine: Any, coordinator: sync.Coordinator

@@ -25,6 +25,7 @@ from tensorhub.integrations.sglang_session import (
     Outcome,
     Report,
 )
+from tensorhub.model.stamps import Stamp
 from tensorhub.types import VersionInfo
 
 INFO = VersionInfo("actor", 3, "content", 10, 1)
@@ -407,6 +408,28 @@ def test_what_a_server_answers() -> None:
             server.call("update_weights_from_tensor")
         assert caught.value.memory == "in_doubt"  # it may have been done
         assert {key for _, key in its.calls} == {"Bearer a key"}
+
+
+@pytest.mark.parametrize(
+    ("model_info", "is_asked"),
+    [
+        ((200, '{"weight_version": "default"}'), False),
+        ((200, json.dumps({"weight_version": f"{Stamp('actor', 0, 3, 'content', b'')}"})), True),
+        ((404, "a router does not pass it on"), True),
+        ((200, "not JSON"), True),
+    ],
+)
+def test_only_a_server_that_was_updated_before_is_asked_at_once_whether_it_sleeps(
+    model_info: tuple[int, str], is_asked: bool
+) -> None:
+    """SGLang logs an error where a model has no parameter of that name."""
+    with serving() as (its, url):
+        its.answers = {"model_info": model_info, "get_weights_by_name": (200, "[1.0]")}
+        server = Server(url, timeout_s=20.0)
+        assert server.parameter(ASLEEP) == ([1.0] if is_asked else None)
+        assert ("get_weights_by_name", None) in its.calls or not is_asked
+        server.parameter(REPORT)
+        assert server.parameter(ASLEEP) == [1.0]
 
 
 def test_a_check_before_any_update(session: Session) -> None:

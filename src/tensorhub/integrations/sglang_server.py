@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -90,6 +91,7 @@ class Server:
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._has_answered = False
         self.look()
 
     def look(self) -> None:
@@ -128,7 +130,12 @@ class Server:
         return answer.status == 200, answer.shown
 
     def parameter(self, name: str) -> object:
+        if name == ASLEEP and not self._has_answered:
+            with suppress(StateError, ValueError):  # a router may not pass it on
+                if not _is_stamp(self._ask("model_info").fields.get("weight_version")):
+                    return None  # its model would log that it has no such parameter
         answer = self._ask("get_weights_by_name", {"name": name, "truncate_size": 0})
+        self._has_answered = self._has_answered or answer.status == 200
         with suppress(ValueError):
             return parsed(answer.text) if answer.status == 200 else None
         return None
@@ -154,7 +161,7 @@ class Offline:
     """An `sglang.Engine` of this process."""
 
     def __init__(self, engine: Any) -> None:
-        self._engine = engine
+        self._engine, self._has_answered = engine, False
         self.look()
 
     def look(self) -> None:
@@ -173,7 +180,14 @@ class Offline:
         return self._ask(name, fields) or (True, "")
 
     def parameter(self, name: str) -> object:
-        return self._ask("get_weights_by_name", {"name": name, "truncate_size": 0})
+        manager = self._engine.tokenizer_manager
+        if name == ASLEEP and not self._has_answered:
+            its = getattr(manager, "config_value", partial(getattr, manager.server_args))
+            if not _is_stamp(its("weight_version")):
+                return None  # its model would log that it has no such parameter
+        found = self._ask("get_weights_by_name", {"name": name, "truncate_size": 0})
+        self._has_answered = self._has_answered or found is not None
+        return found
 
     def adapters(self, name: str, **fields: Any) -> tuple[str, Mapping[str, str]]:
         said = self._ask(name, fields)
@@ -438,6 +452,15 @@ def _load(engine: Engine, tensors: Tensors, *, draft: bool = False, **fields: An
     given = engine.serialized(tensors)
     answer = engine.call("update_weights_from_tensor", serialized_named_tensors=given, **asked)
     _done(answer, "in_doubt")  # of the last call: new weights would bear the old label
+
+
+def _is_stamp(weight_version: object) -> bool:
+    """Whether TensorHub has updated this engine."""
+    try:
+        Stamp.parse(weight_version)  # type: ignore[arg-type]
+    except TensorHubError:
+        return False
+    return True
 
 
 def _done(answer: tuple[bool, str], memory: Memory = "intact") -> None:
