@@ -60,7 +60,7 @@ def engine(address: str, name: str, port: str, size: str, die_at: str) -> None:
             try:
                 with its.use() as version:
                     ends = [each[place].item() for each in policy.parameters() for place in (0, -1)]
-                    say(version=version, values=sorted(set(ends)))
+                say(version=version, values=sorted(set(ends)))
             except StateError:
                 say(version=None, values=[])
         its.close()

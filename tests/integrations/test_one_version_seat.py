@@ -263,6 +263,22 @@ def test_an_engine_that_closes_serves_nothing_once_its_port_is_free(
     rig.closes.remove(its.close)
 
 
+def test_a_use_that_outlasts_its_lease_says_so(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a process that stood still: the others have another version by then."""
+    rig.engine()
+    its = rig.engine()
+    trainer = rig.trainer()
+    trainer.update(rig.publish(1))
+    rig.serve()
+    monkeypatch.setattr(its, "stage", _refuses)
+    use = its.use(WAIT_S)
+    assert use.__enter__() == 1
+    assert trainer.update(rig.publish(2)).done == (rig.engines[0].url,)
+    with pytest.raises(StateError, match="discard what was computed"):
+        use.__exit__(None, None, None)
+    assert rig.serve() == [(2, {2.0}), (2, {2.0})]
+
+
 def test_a_flip_begins_when_the_last_use_ends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not when the engine next looks at the records."""
     its = rig.engine(decide_s=4 * WAIT_S)
@@ -271,7 +287,7 @@ def test_a_flip_begins_when_the_last_use_ends(rig: Rig, monkeypatch: pytest.Monk
     rig.publish(2)
     its.stage(2 * ATTEMPTS)
     poll = its._poll
-    with ThreadPoolExecutor(1) as thread, its.use(WAIT_S):
+    with ThreadPoolExecutor(1) as thread, its._use(WAIT_S):
         monkeypatch.setattr(its, "_poll", lambda: None)
         flipped = thread.submit(its.flip, 2 * ATTEMPTS)
         with its._lock:

@@ -110,7 +110,8 @@ class Engine:
     `called`: what the trainer's reports call it, where the coordinator lists it; "": by its URL.
 
     Raises StateError (a mapping without `put`, a port in use), InvalidValue (a host that other
-    machines reach, without a token), and as `Hub.register`.
+    machines reach, without a token, or a lease that is not below the coordinator's), and as
+    `Hub.register`.
     """
 
     def __init__(
@@ -173,8 +174,25 @@ class Engine:
     def use(self, wait_s: float = 0.0) -> Iterator[int]:
         """The tensors in place stay, and are this version's. Keep it short: a flip waits for it.
 
-        Raises StateError: no version may be served now, nor in `wait_s`; ask again.
+        Raises StateError: no version may be served now, nor in `wait_s`; ask again. Or, when the
+        use ends: it has outlasted the lease, as where this process stood still, and others may have
+        served a newer version meanwhile; discard what was computed.
         """
+        with self._use(wait_s) as version:
+            yield version
+            with self._lock:
+                # where a flip waits for this use, the lease goes on
+                is_over = self._closed.is_set() or now_s() >= self.seat.lease_until
+                if is_over or self.seat.version != version:
+                    raise StateError(
+                        f"version {version} was in use for longer than it might be served: discard "
+                        f"what was computed",
+                        retryable=True,
+                    )
+
+    @contextmanager
+    def _use(self, wait_s: float) -> Iterator[int]:
+        """The same, also where it ends too late."""
         with self._lock:
             version = self._wait(wait_s)
             if version is None:

@@ -173,7 +173,8 @@ class Member:
                 self._agree(False)
             else:
                 try:
-                    stack.enter_context(self.engine.use(self._wait_s))
+                    # a step that ends too late ends no engine: its tokens are the old version's
+                    stack.enter_context(self.engine._use(self._wait_s))
                 except BaseException:
                     self._agree(False)
                     raise

@@ -65,7 +65,8 @@ class OneVersion:
     Serve the coordinator with a `state_dir`. Without one, its restart leaves engines with nothing
     to serve until the next update.
 
-    Raises StateError: another trainer updates the engines of this model.
+    Raises StateError: another trainer updates the engines of this model. InvalidValue: a lease
+    that is not below the coordinator's.
     """
 
     def __init__(
