@@ -63,7 +63,9 @@ class OneVersion:
     waits for engines. `attempts_max`: of one update; each one leaves out what has failed.
 
     Serve the coordinator with a `state_dir`. Without one, its restart leaves engines with nothing
-    to serve until the next update.
+    to serve until the next update. Before the first commit with a coordinator an update waits until
+    this object is a little older than `lease_s`: an engine may still serve what was committed
+    before.
 
     Raises StateError: another trainer updates the engines of this model. InvalidValue: a lease
     that is not below the coordinator's.
