@@ -83,8 +83,8 @@ class OneVersion:
         attempts_max: int = 4,
         failures_max: int = 2,
     ) -> None:
-        check_lease(hub, lease_s)
         urls = () if servers is None else texts("servers", servers, "http://HOST:PORT")
+        check_lease(hub, lease_s)
         self._list = partial(announcements, hub, model, SEATS)
         self._finds = servers is None
         self._looks: dict[str, int] = {}  # at which a listed engine was not there, in a row
@@ -134,6 +134,7 @@ class OneVersion:
         Whatever `Hub.describe` and `Weights.publish` raise: engines settle it by the records, so
         all serve one version, or none. Update again, with this version or a newer one.
         """
+        check_info(info)
         if self._is_closed:
             raise StateError("this OneVersion was closed: make another one to update its engines")
         first = self._first_attempt(info)
@@ -193,7 +194,6 @@ class OneVersion:
             return updated
 
     def _first_attempt(self, info: VersionInfo) -> int:
-        check_info(info)
         if info.model != self._model:
             raise InvalidValue(
                 f"version {info.version} is one of {info.model!r}: these engines serve "
