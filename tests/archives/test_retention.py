@@ -79,6 +79,12 @@ def test_a_version_that_holds_more_than_an_anchor_becomes_one() -> None:
     assert decide([entry(6, turn=1)], Keep(1)).manifests == ()
 
 
+def test_of_a_version_that_was_stored_anew_the_older_manifest_goes_first() -> None:
+    """A removal that ends in the middle brings no older manifest back."""
+    entries = [entry(1), entry(1, turn=1), entry(2)]
+    assert decide(entries, Keep(1)).manifests == ("m/0-1.0", "m/0-1.1")
+
+
 def test_cheap_chains_are_left_alone() -> None:
     decision = decide(chains(20), Keep(1))
     assert (decision.anchor_first, decision.manifests) == ((), ())

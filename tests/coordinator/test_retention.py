@@ -323,19 +323,21 @@ def newer(
     return cluster, old, new
 
 
-def test_only_an_acknowledgement_of_what_its_rank_holds_counts() -> None:
+def test_only_an_acknowledgement_of_the_newest_notice_of_what_its_rank_holds_counts() -> None:
     cluster, trainer, (reader,) = retained(0, "reader")
     trainer.worker.asks.retain(1)
     notices = model_of(cluster).notices
     cluster.run(until=lambda: notices.unaware)
     told = cluster.coordinator.cluster.members[trainer.id]
     content_id = model_of(cluster).versions[1].info.content_id
-    for rank, registration, content in (
-        (trainer, "gone", content_id),
-        (reader, reader.id, content_id),  # it holds nothing
-        (trainer, trainer.id, "another"),
+    seq = told.retained_seq
+    for rank, registration, content, of in (
+        (trainer, "gone", content_id, seq),
+        (reader, reader.id, content_id, seq),  # it holds nothing
+        (trainer, trainer.id, "another", seq),
+        (trainer, trainer.id, content_id, seq - 1),
     ):
-        rank.worker.say(RetainedAck(registration, content, True, told.retained_seq))
+        rank.worker.say(RetainedAck(registration, content, True, of))
         cluster.do(Choice("up", rank.worker.name))
     assert list(notices.unaware) == [trainer.id]
     cluster.run()

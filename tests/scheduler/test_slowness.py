@@ -60,6 +60,13 @@ def test_readers_that_share_a_source_are_not_slow() -> None:
     assert told.slow() == {}
 
 
+def test_what_a_source_gives_over_a_shorter_distance_accuses_no_worker_that_is_farther() -> None:
+    told = Told()
+    told.reads("near", "trainer", FAST, apart=RACK)
+    told.reads("far", "trainer", SLOW, apart=SITE)
+    assert told.slow() == {}
+
+
 def test_a_source_is_slow_once_two_readers_say_so_who_read_faster_elsewhere() -> None:
     told = Told()
     told.reads("a", "trainer", FAST)

@@ -59,6 +59,17 @@ def test_only_the_pages_that_are_needed_are_asked_for(monkeypatch: pytest.Monkey
     assert source.run_bytes == 6
 
 
+def test_all_pages_between_the_ends_of_a_strip_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dialect, "REGIONS_MAX", 4)
+    monkeypatch.setattr("tensorhub.transport.one_sided.REGIONS_MAX", 4)
+    client = Client(Selection(((Strip(1, 0, 1, 0, 9, (), 2),),)), range(1000, 1012))
+    (run,) = places(client).stream(0).take(18)
+    assert client.asked == [0, 4, 8]
+    assert list(run.cells) == list(range(1001, 1010))
+
+
 def test_a_source_with_too_few_regions_lies() -> None:
     with pytest.raises(ProtocolError, match="a source with 3 regions has chunks in 5"):
         places(Client(Selection(((straight(4, 0, 8),),)), [0, 0, 0]))
