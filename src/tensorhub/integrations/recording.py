@@ -212,8 +212,11 @@ def _misfit(name: str, published: Specs, usual: Specs, place: tuple[int, ...] | 
     has = published[name][1]
     if name in usual:
         return f": {_differing(has, usual[name][1])}" if usual[name][1] != has else ""
-    is_other = place is not None and place != has
-    return f": its shape is {has}, and that of its place {place}" if is_other else ""
+    if place is None:
+        return ""
+    # with tensor parallelism a wrong shape may be that of the place on one rank
+    its_place = f", and that of its place {place}" if place != has else ""
+    return f": its shape is {has}{its_place}"
 
 
 def _refuses(

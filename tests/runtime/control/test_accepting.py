@@ -37,11 +37,13 @@ class Served:
 
     def __init__(self, listener: socket.socket, pending_max: int) -> None:
         self.heard: list[bytes] = []
+        self.calls = 0
         self.loop = AcceptLoop(
             listener, pending_max, self.serve, Tally(log.info, "x"), Tally(log.info, "y")
         )
 
     async def serve(self, connection: socket.socket, authenticated: Callable[[], None]) -> None:
+        self.calls += 1
         await anyio.wait_readable(connection)
         if words := connection.recv(10):
             authenticated()
@@ -85,6 +87,21 @@ async def test_a_connection_is_pending_until_it_authenticates_or_ends(
             assert served.pending == 1
             second.close()
             await until(lambda: served.loop.is_empty)
+
+
+async def test_a_connection_that_comes_as_all_ends_is_closed_and_not_served(
+    listener: socket.socket,
+) -> None:
+    """What serves it may have ended already."""
+    served = Served(listener, 8)
+    with come(listener) as peer:
+        peer.sendall(b"hello")
+        async with nothing_left(), anyio.create_task_group() as tasks:
+            served.loop._accept_some(tasks)
+            tasks.cancel_scope.cancel()
+        assert not served.calls
+        with contextlib.suppress(ConnectionResetError):  # what it has said was not read
+            assert await is_closed(peer)
 
 
 async def test_at_the_cap_the_oldest_pending_connection_is_closed_and_no_other(

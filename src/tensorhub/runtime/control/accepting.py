@@ -144,6 +144,8 @@ class AcceptLoop:
         pending.is_served = True
         try:
             with pending.scope:
+                # all may have been cancelled before this task began
+                await anyio.lowlevel.checkpoint_if_cancelled()
                 await self._serve(pending.connection, partial(self._pending.discard, pending))
         finally:
             self._pending.discard(pending)
