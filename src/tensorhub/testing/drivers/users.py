@@ -393,9 +393,11 @@ class Users(StruckUsers):
             return
         state, random = handle.member.state, self._random
         holds = state in HOLDING
+        # Ranks that share a shard have to publish the same bytes. A rank in doubt cannot write.
+        must_write = state is HandleState.IN_DOUBT and bool(self._layouts)
         try:
             match what:
-                case "publish" if holds or state is HandleState.TORN:
+                case "publish" if holds or state is HandleState.TORN or must_write:
                     handle.unpublish(timeout_s)
                 case "publish":
                     handle.publish(number, timeout_s)
