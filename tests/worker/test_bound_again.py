@@ -149,7 +149,7 @@ def test_who_is_cancelled_while_it_still_fences_calls_no_more() -> None:
     assert reader.wants(ReopenGeneration).generation != fence.generation
 
 
-def test_who_is_cancelled_while_its_pull_stops_calls_no_more() -> None:
+def test_a_call_that_is_cancelled_while_its_pull_stops_is_not_repeated() -> None:
     reader, error = Reader(), StateError("cancelled")
     reader.pulls()
     is_gone(reader)

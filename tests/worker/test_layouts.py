@@ -360,7 +360,7 @@ def test_a_version_of_another_layout_is_planned_and_said_before_anything_is_writ
     assert reading.regions == (RegionSpec(2056 * 8),)
 
 
-def test_who_is_ready_says_so_again_over_each_new_connection() -> None:
+def test_a_rank_that_is_ready_says_so_again_over_each_new_connection() -> None:
     """What it has said may be lost with the connection."""
     reader = Reader()
     reader.begin()

@@ -535,8 +535,11 @@ class Injector:
             return False
         down_s = self._random.choice((0.01, 0.3, 3.0, 12.0))
         self._unread.clear()
-        share = self._random.random() if keeps else 0.4
-        kept = 1.0 if share < 0.4 else 0.0 if share < 0.8 else 5 * share - 4  # a batch may be split
+        kept = 0.0
+        if keeps:
+            share = self._random.random()
+            # a batch may be split
+            kept = 1.0 if share < 0.4 else 0.0 if share < 0.8 else 5 * share - 4
         if lease_s:
             down_s = lease_s * self._random.random()
         self.coordinator.crash(
