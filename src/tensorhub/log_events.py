@@ -302,6 +302,9 @@ EVENTS: Final[Mapping[str, Told]] = {
         "The adapter was not tested with this release; a probe has passed. differs: what the probe "
         "found, where TENSORHUB_ACCEPT_UNTESTED=1 insists.",
     ),
+    "sglang_fleet_not_joined": E(
+        "warning", "model unset", "The engine has the model's name, and joins no fleet."
+    ),
     "sglang_plan": E("info", "computed in_place loaded model unread", "How tensors are filled."),
     "sglang_update_failed": E("error", "error memory", "The trainer raises the same."),
     "vllm_first_load_unknown": E(

@@ -86,6 +86,16 @@ def test_an_engine_that_flips_puts_no_other_version_in_place(rig: Rig) -> None:
     assert rig.serve() == [(2, {2.0})]
 
 
+def test_weights_that_are_served_are_not_filled_by_a_poll_from_before(rig: Rig) -> None:
+    """It found the engine behind, and goes on once the engine was updated."""
+    its = rig.engine()
+    rig.trainer().update(rig.publish(1))
+    its.wait_until_served(WAIT_S)
+    rig.publish(2)
+    its._catch_up(2)
+    assert rig.serve() == [(1, {1.0})]
+
+
 def test_an_engine_that_stages_takes_no_other_version_meanwhile(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

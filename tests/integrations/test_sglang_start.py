@@ -14,8 +14,19 @@ from tensorhub.integrations import sglang_start
 
 def test_an_engine_that_is_of_no_fleet_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TENSORHUB_FLEET_HOST", raising=False)
+    monkeypatch.delenv("TENSORHUB_MODEL", raising=False)
     sglang_start.register()
     assert "sglang" not in sys.modules
+
+
+def test_an_engine_with_a_model_and_no_fleet_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("TENSORHUB_FLEET_HOST", raising=False)
+    monkeypatch.setenv("TENSORHUB_MODEL", "actor")
+    sglang_start.register()
+    assert "sglang_fleet_not_joined" in caplog.text
+    assert "TENSORHUB_FLEET_HOST" in caplog.text
 
 
 UNSET = "TENSORHUB_MODEL is not set, but TENSORHUB_FLEET_HOST is"

@@ -265,8 +265,8 @@ class Engine:
         with self._filling:
             with self._seated():
                 self.seat.begin(attempt, now_s())
-                found = self._slots.holding(version_of(attempt))
-                slot = 1 - self._current if found is None else found
+            found = self._slots.holding(version_of(attempt))
+            slot = 1 - self._current if found is None else found
             if found is None:
                 self._slots.fill(slot, version_of(attempt))
             with self._seated():
@@ -373,8 +373,10 @@ class Engine:
         if not self._filling.acquire(blocking=False):
             return  # it is being staged
         try:
+            found = self._slots.holding(version)
             with self._lock:
-                found = self._slots.holding(version)
+                if self.seat.version is not None:
+                    return  # it was updated meanwhile
                 # otherwise the one in place is free: it serves nothing
                 slot = self._current if found is None else found
                 if not self._lock.wait_for(lambda: not self._uses, self.seat.lease_s):

@@ -96,8 +96,8 @@ class Part(ABC):
 
     # -- what rank 0 orders
 
-    def holding(self, version: int) -> int | None:
-        return next((n for n, each in enumerate(self._weights) if each.version == version), None)
+    def holding(self, version: int) -> set[int]:
+        return {n for n, each in enumerate(self._weights) if each.version == version}
 
     def plan(self, slot: int, version: int) -> Any:
         self.synchronize()
@@ -204,7 +204,8 @@ class Member:
     # -- the slots of rank 0's engine, on all ranks
 
     def holding(self, version: int) -> int | None:
-        return self.part.holding(version)
+        # of all ranks: one of them may have failed to fetch what the others have
+        return min(set.intersection(*self._order("holding", version)), default=None)
 
     def fill(self, slot: int, version: int) -> None:
         faults = self._order("plan", slot, version)

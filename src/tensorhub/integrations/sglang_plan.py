@@ -143,8 +143,8 @@ def mismatch(
     if unexpected:
         texts.append(
             f"load_weights has no place for {len(unexpected)} published tensor(s): "
-            f"{some(unexpected, '; ', most=100)}; publish without them, or name them in "
-            f"Trainer(unused=)"
+            f"{some(unexpected, '; ', most=100)}; publish without them, or, for an "
+            f"engine of no fleet, name them in Trainer(unused=)"
         )
     if not texts:
         return None

@@ -18,8 +18,12 @@ import os
 from typing import Any, Final
 
 from tensorhub.integrations.environment import FLEET_HOST, FLEET_TOKEN, MODEL, URL, check
+from tensorhub.logs import get_logger
 
 MADE: Final = "sglang.srt.managers.scheduler.Scheduler.__init__"
+
+
+log = get_logger(__name__)
 
 
 def register() -> None:
@@ -29,6 +33,8 @@ def register() -> None:
 
         HookRegistry.register(MADE, look, HookType.BEFORE)
         HookRegistry.register(MADE, start, HookType.AFTER)
+    elif model := os.environ.get(MODEL):
+        log.warning("sglang_fleet_not_joined", model=model, unset=FLEET_HOST)
 
 
 def look(*given: Any, **named: Any) -> None:
