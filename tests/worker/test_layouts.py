@@ -444,6 +444,7 @@ def test_the_rank_that_is_asked_says_that_all_is_read() -> None:
     reader, described = asked_whether_all_is_read(columns(1))
     assert not [each for each in reader.actions if isinstance(each, CheckRanks)]
     reader.answer()
+    assert reader.wants(CheckRanks).publication is not None, "as its own plan has made it"
     checked(reader)
     assert reader.said(Covered) == [Covered(reader.key, 0, described)]
     # it may not have been heard
