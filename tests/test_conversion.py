@@ -261,3 +261,14 @@ def test_a_cast_ties_what_is_tied_and_takes_what_is_there_now() -> None:
     model.body = nn.Parameter(torch.zeros(1))
     with pytest.raises(RegistrationError, match="'body'"):
         conversion.convert(target)
+
+
+def test_a_cast_copies_each_view_of_one_memory_as_that_view_is() -> None:
+    square = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    views = {"square": square, "turned": square.t(), "bits": square.view(torch.int32)}
+    conversion = cast(views, torch.float64)
+    target = conversion.allocate()
+    conversion.convert(target)
+    assert {name: tensor.tolist() for name, tensor in target.items()} == {
+        name: tensor.tolist() for name, tensor in views.items()
+    }

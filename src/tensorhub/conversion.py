@@ -87,14 +87,15 @@ def cast(
         return dtype if its.is_floating_point else its
 
     def allocate() -> Tensors:
-        made: dict[object, Any] = {}  # by place: tied tensors share one copy
+        made: dict[object, Any] = {}  # tied tensors, which are one view of one memory, share a copy
         found = {}
         for name, tensor in resolve(tensors).items():
             local = local_of(tensor)
-            place = (local.data_ptr(), tuple(local.shape)) if local.numel() else name
-            if place not in made:
-                made[place] = torch.empty_like(tensor, dtype=kind(tensor), requires_grad=False)
-            found[name] = made[place]
+            view = (local.data_ptr(), local.shape, local.stride(), local.dtype)
+            key = view if local.numel() else name
+            if key not in made:
+                made[key] = torch.empty_like(tensor, dtype=kind(tensor), requires_grad=False)
+            found[name] = made[key]
         return found
 
     def convert(target: Tensors) -> None:
