@@ -43,7 +43,7 @@ from tensorhub.testing import CHUNK_BYTES, CHUNKS, CallRecord, SimHandle, Stepwi
 from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.testing.sim.layouts import Layout
 from tensorhub.testing.sim.memory import make_manifest
-from tensorhub.types import HandleState, OpKey
+from tensorhub.types import HandleState, OpKey, VersionInfo
 from tensorhub.worker.active_call import DEADLINE_SLACK_S
 from tensorhub.worker.calls import Action, CloseCall, Finish, Say
 from tensorhub.worker.filling import Filling
@@ -370,6 +370,32 @@ def test_after_a_call_that_was_left_what_is_held_is_said_again_and_nothing_is_le
     assert isinstance(register, Register)
     assert register.held is not None
     assert [type(each) for each in over_a_new_connection(member, now)] == [Register]
+
+
+def test_a_doubt_that_is_resolved_before_the_registration_is_answered_says_what_is_held() -> None:
+    """The coordinator that answers may have taken over after the commit: of what was registered it
+    knows a vote only.
+    """
+    cluster, _, _ = published()
+    other = cluster.handle("other")
+    cluster.run()
+    asked = other.publish(2, timeout_s=3)
+    cluster.run(until=lambda: cluster.unstored)
+    other.cancel("enough")
+    cluster.advance(9, run=False)
+    run_actions(cluster)
+    assert asked.has_ended()
+    assert asked.key is not None
+    member, now = other.member, cluster.now
+    (*_, voted) = over_a_new_connection(member, now)
+    assert isinstance(voted, Register)
+    assert voted.held is not None
+    assert voted.held.voted
+    version = VersionInfo("actor", 2, "minted", 1, 1)
+    (said,) = said_in(member.receive(Outcome(asked.key, 0, True, True, version, None), now))
+    assert isinstance(said, Register)
+    assert said.held is not None
+    assert (said.held.content_id, said.held.voted) == ("minted", False)
 
 
 def over_a_new_connection(member: Member, now: float) -> list[FromWorker]:

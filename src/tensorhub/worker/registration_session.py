@@ -211,10 +211,10 @@ class RegistrationSession:
         return key
 
     def is_older(self, key: OpKey) -> bool:
-        """Whether that operation began before the present membership: its commit may not have
-        counted this memory.
+        """Whether that operation began before the present membership, which the answer to Register
+        tells: its commit may not have counted this memory.
         """
-        return key.epoch != self._epoch
+        return not self.confirmed or key.epoch != self._epoch
 
     def abandon(self, key: OpKey, error: ErrorInfo) -> Abandon:
         """End that operation; it is `left` until its outcome is heard."""
