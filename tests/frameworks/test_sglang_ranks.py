@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,8 @@ def test_shapes_and_dtypes_of_experts_and_parts_that_the_loaders_would_change_ar
     """SGLang's loaders are others on processors than on GPUs."""
     from tensorhub.integrations.sglang import Trainer
 
+    if of_processors == "0" and metadata.version("sglang").startswith("0.5.10"):
+        pytest.skip("this release of SGLang needs GPU kernels for experts' layers of GPUs")
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", of_processors)
     ranks = sglang_cpu.Ranks(tmp_path, 2, **EXPERTS)
     engine = sglang_cpu.engine(ranks)
