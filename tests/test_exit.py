@@ -275,6 +275,27 @@ asyncio.run(main())
 """,
         3,
     ),
+    "interrupted, and an engine of its fleet never answers": (
+        """
+import socket
+from tensorhub.integrations.one_version_trainer import OneVersion
+
+def interrupt():
+    server.accept()[0].detach()  # open for as long as this process lives
+    os.kill(os.getpid(), signal.SIGINT)
+
+hub = connect()
+weights = publish(hub)
+with socket.create_server(('127.0.0.1', 0)) as server:
+    threading.Thread(target=interrupt).start()
+    fleet = OneVersion(hub, 'm', [f'http://127.0.0.1:{server.getsockname()[1]}'], timeout_s=1000)
+    try:
+        fleet.update(hub.wait_for('m', at_least=1))
+    except KeyboardInterrupt:
+        sys.exit(3)
+""",
+        3,
+    ),
     "a child of multiprocessing": (
         """
 import multiprocessing

@@ -121,7 +121,7 @@ class Calls(Generic[E]):
                     log.warning("engine_not_updated", engine=each.engine.name, reason=text_of(late))
                 self._count(each, late)
             if each.running is None:
-                each.running = self._threads.submit(call, each.engine)
+                each.running = self._begin(call, each.engine)
                 asked.append(each)
         waited_for = [each for each in members if not each.is_excluded] or members
         gone = self._wait(waited_for, find_gone)
@@ -152,6 +152,12 @@ class Calls(Generic[E]):
             log.warning("engine_not_updated", engine=name, reason=reason)
         excluded = tuple(each.engine.name for each in members if each.is_excluded)
         return FleetReport(tuple(done), failed, excluded)
+
+    def _begin(self, call: Callable[[E], object], engine: E) -> Future[object]:
+        """In a thread for which a process waits at its end: an engine that it has paused would stay
+        so.
+        """
+        return self._threads.submit(call, engine)
 
     def _wait(
         self, members: Iterable[_Member[E]], find_gone: Callable[[], Set[str]] | None

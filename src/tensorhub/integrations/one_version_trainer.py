@@ -13,7 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
@@ -47,11 +47,19 @@ from tensorhub.integrations.one_version import (
 from tensorhub.integrations.one_version_http import Remote
 from tensorhub.integrations.one_version_records import RecordLog, check_lease
 from tensorhub.logs import get_logger
+from tensorhub.runtime.threads import begin
 from tensorhub.types import VersionInfo
 
 log = get_logger(__name__)
 CLOCK_MARGIN = 1.1  # how much faster this machine's clock may run than an engine's
 LOOKS = 2  # of the coordinator's list without an engine, until that is gone
+
+
+class _Calls(Calls[Remote]):
+    """A process that ends waits for none: engines settle it by the records."""
+
+    def _begin(self, call: Callable[[Remote], object], engine: Remote) -> Future[object]:
+        return begin("tensorhub-fleet", call, engine)
 
 
 class OneVersion:
@@ -94,9 +102,8 @@ class OneVersion:
         self._called: Mapping[str, str] = {}  # engines by their URLs, where they have another name
         self._seats = Counter[str]()  # engines at each URL, for which this update waits
         self._listed: Future[list[tuple[str, str]]] | None = None  # likewise, after the fence
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tensorhub-fleet-list")
         self._model, self._lease_s, self._attempts_max = model, lease_s, attempts_max
-        self._calls = Calls[Remote](timeout_s=timeout_s, failures_max=failures_max)
+        self._calls = _Calls(timeout_s=timeout_s, failures_max=failures_max)
         self._calls.follow(urls, self._make)
         self._log = RecordLog(hub, model, timeout_s)
         self._leading = self._log.lead()
@@ -246,7 +253,7 @@ class OneVersion:
                 return False
             self._fenced = attempt
             if self._finds:
-                self._listed = self._thread.submit(self._list)
+                self._listed = begin("tensorhub-fleet-list", self._list)
             if step.waits or self._gone:
                 self._wait_for_leases()
             return True
@@ -298,6 +305,5 @@ class OneVersion:
     def close(self) -> None:
         """Update nothing any more. The engines keep what they serve."""
         self._is_closed = True
-        self._thread.shutdown(wait=False)
         self._calls.close()
         self._leading.close()

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from threading import Thread
 from typing import Any, Literal, get_args
 from urllib.parse import urlencode
 
@@ -22,6 +21,7 @@ from tensorhub.errors import InvalidValue, StateError, shown, text_of
 from tensorhub.integrations.given import check_info, texts
 from tensorhub.integrations.http_calls import call, checked_url
 from tensorhub.model.stamps import Stamp
+from tensorhub.runtime.threads import begin
 from tensorhub.types import VersionInfo
 
 BACKEND = "tensorhub"  # of vLLM's weight transfer
@@ -225,17 +225,7 @@ class Session:
         if look is None:
             call(*given, **named)
             return
-        answer = Future[None]()
-
-        def run() -> None:
-            try:
-                call(*given, **named)
-            except BaseException as error:
-                answer.set_exception(error)
-            else:
-                answer.set_result(None)
-
-        Thread(target=run, name="tensorhub-vllm-call", daemon=True).start()
+        answer = begin("tensorhub-vllm-call", call, *given, **named)
         while not wait([answer], HEALTH_S).done:
             look()
         answer.result()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
@@ -34,6 +35,22 @@ def run_aside(function: Callable[[], object]) -> None:
     thread = threading.Thread(target=run, name="tensorhub-aside", daemon=True)
     thread.start()
     thread.join()
+
+
+def begin(name: str, function: Callable[..., T], *given: object, **named: object) -> Future[T]:
+    """Call it in a thread for which a process does not wait at its end, as it would for one of a
+    ThreadPoolExecutor.
+    """
+    answer = Future[T]()
+
+    def run() -> None:
+        try:
+            answer.set_result(function(*given, **named))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return answer
 
 
 async def run_in_thread(
