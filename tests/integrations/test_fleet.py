@@ -150,6 +150,26 @@ def test_an_engine_that_is_listed_again_has_no_second_call_beside_the_first(
     fleet._threads.shutdown(wait=True)
 
 
+def test_an_engine_that_was_excluded_and_gone_is_waited_for_once_it_is_listed_again() -> None:
+    """It was started anew: the failures of the one before say nothing of it."""
+    made, listed = list[FakeEngine](), ["a", "b"]
+
+    def make(name: str) -> FakeEngine:
+        made.append(FakeEngine(name))
+        return made[-1]
+
+    fleet = Fleet(find=lambda: listed, make=make, timeout_s=WAIT_S, failures_max=1)
+    fleet.join()
+    made[0].fault = StateError("it is gone")
+    assert fleet.update(info(1)).excluded == ("a",)
+    listed.remove("a")
+    fleet.update(info(2))
+    listed.append("a")
+    assert sorted(fleet.update(info(3)).done) == ["a", "b"]
+    assert [each.taken for each in made] == [[], [1, 2, 3], [3]]
+    fleet.close()
+
+
 def test_an_error_that_is_raised_is_not_logged_as_a_whole_too(
     engines: list[FakeEngine], fleet: Callable[..., Fleet], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -166,6 +167,17 @@ def test_a_machine_that_is_gone_is_noticed_before_a_long_deadline(
     (its,) = sockets
     assert its["TCP_KEEPIDLE"] + its["TCP_KEEPINTVL"] * its["TCP_KEEPCNT"] <= 30
     assert its["TCP_USER_TIMEOUT"] == 30_000
+
+
+@pytest.mark.parametrize("status", [200, 409])
+def test_a_call_that_was_answered_leaves_no_thread_behind(rogue: Rogue, status: int) -> None:
+    before = set(threading.enumerate())
+    rogue.status, rogue.body = status, b'{"version": 3}'
+    with nullcontext() if status == 200 else pytest.raises(StateError):
+        assert Remote(rogue.url, TOKEN).version == 3
+    for each in set(threading.enumerate()) - before:  # it ends long before the call's deadline
+        each.join(WAIT_S)
+        assert not each.is_alive()
 
 
 def test_an_error_of_an_engine_is_printable_and_short(rogue: Rogue) -> None:
@@ -350,3 +362,18 @@ def test_tokens(engine: Called, listener: Listener) -> None:
             Remote(listener.url, wrong).stage(5)
     Remote(listener.url, f"{TOKEN}\n", terms=TERMS).stage(5)  # as of a file
     assert engine.calls == [("stage", 5)]
+
+
+@pytest.mark.parametrize(
+    "said", [[], ["Authorization:"], [f"Authorization: {TOKEN}"], [f"Authorization: Basic {TOKEN}"]]
+)
+@pytest.mark.parametrize("call", ["POST /settle", "GET /version"])
+def test_a_call_without_the_token_changes_and_learns_nothing(
+    listener: Listener, engine: Called, call: str, said: list[str]
+) -> None:
+    body = b'{"attempt": 1, "is_commit": true}'
+    lines = [f"{call} HTTP/1.0", *said, f"Content-Length: {len(body)}", "", ""]
+    answer = sends(listener, "\r\n".join(lines).encode() + body)
+    assert b"AuthenticationFailed" in answer
+    assert b"version" not in answer
+    assert engine.calls == []

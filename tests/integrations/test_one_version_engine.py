@@ -513,6 +513,24 @@ def test_in_place_by_a_function(rig: Rig) -> None:
         rig.engine(tensors=values(8, 0.0))
 
 
+def test_a_version_of_which_a_part_was_put_in_place_is_taken_back_as_a_whole(rig: Rig) -> None:
+    live = values(8, 0.0)
+
+    def put(tensors: Mapping[str, torch.Tensor]) -> None:
+        live["a"].copy_(tensors["a"])
+        if tensors["a"][0] == 2.0:
+            raise RuntimeError("there is no memory")
+        live["b"].copy_(tensors["b"])
+
+    its = rig.engine(tensors={name: each.clone() for name, each in live.items()}, put=put)
+    trainer = rig.trainer(attempts_max=1)
+    trainer.update(rig.publish(1))
+    with pytest.raises(StateError, match="there is no memory"):
+        trainer.update(rig.publish(2))
+    with its._use(WAIT_S) as version:
+        assert (version, {each[0].item() for each in live.values()}) == (1, {1.0})
+
+
 def test_two_trainers_and_an_older_version(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.engine()
     trainer = rig.trainer()
