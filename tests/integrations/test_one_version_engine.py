@@ -617,6 +617,27 @@ def _refuses(*_: object, **__: object) -> None:
     raise StateError("it does not flip")
 
 
+def test_what_a_trainer_has_committed_before_it_died_is_served_after_updates_that_fail(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commit is in no list once there are newer records."""
+    its = rig.engine()
+    info = rig.publish(1)
+    with sync.connect(rig.address) as hub, monkeypatch.context() as dies:
+        first = OneVersion(hub, "actor", [its.url], lease_s=LEASE_S, timeout_s=WAIT_S)
+        dies.setattr(first._log, "note", _refuses)
+        with pytest.raises(StateError):
+            first.update(info)
+        first.close()
+    trainer = rig.trainer(attempts_max=1)
+    monkeypatch.setattr(Remote, "flip", _refuses)
+    for version in (2, 3):
+        with pytest.raises(StateError, match="go on with version 1"):
+            trainer.update(rig.publish(version))
+    assert rig.engine().wait_until_served(WAIT_S) == 1
+    assert rig.serve()[0] == (1, {1.0})
+
+
 def test_a_trainer_that_is_not_this_engines(rig: Rig) -> None:
     its = rig.engine()
     rig.trainer().update(rig.publish(1))
@@ -795,6 +816,27 @@ def test_an_engine_that_hears_of_no_decision_goes_back_by_itself(rig: Rig) -> No
         assert time.monotonic() < until
     assert not decision
     assert rig.serve() == [(1, {1.0})]
+
+
+def test_an_engine_that_fails_to_go_back_comes_back_by_itself(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    its = rig.engine(decide_s=0.2)
+    rig.trainer().update(rig.publish(1))
+    its.wait_until_served(WAIT_S)
+    put, faults = its._slots.put, [RuntimeError("the device has no memory")]
+
+    def fails_once(slot: int) -> None:
+        if slot == its._current and faults:
+            raise faults.pop()
+        put(slot)
+
+    monkeypatch.setattr(its._slots, "put", fails_once)
+    rig.publish(2)
+    its.stage(2 * ATTEMPTS)
+    its.flip(2 * ATTEMPTS)
+    assert rig.serve() == [(1, {1.0})]
+    assert not faults
 
 
 def test_weights_that_are_lost_are_put_in_place_anew(
