@@ -653,3 +653,27 @@ async def test_a_version_whose_announcement_fails_is_announced_later(
         await there.wait_for(at_least=2)
         await its.weights.close(abandon=True)
         assert equal(await fetched(its.trainer, 1), at(1))
+
+
+async def test_a_version_that_is_published_while_another_is_archived_is_archived_next(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announce, written = AnnouncedVersions.announce, list[int]()
+
+    async def announce_late(*given: Any) -> None:
+        """The archiver has heard of the next version by then."""
+        watches = worker_of(its.archiver).version_watches
+        written.extend(each.key.number for each in given[1])
+        await until(lambda: (newest := watches.newest("actor")) is not None and newest.version == 2)
+        await announce(*given)
+
+    async with (
+        cluster() as its,
+        tensorhub.archive(its.archiver, "actor", url) as there,
+    ):
+        monkeypatch.setattr(AnnouncedVersions, "announce", announce_late)
+        await its.publish(1)
+        await until(lambda: written == [1])
+        await its.publish(2)
+        await there.wait_for(at_least=2)
+    assert written == [1, 2]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tensorhub.errors import MutabilityViolation, RegistrationError, StateError,
 from tensorhub.runtime.worker import handle
 from tensorhub.runtime.worker.writes import Writes
 from tensorhub.types import Options
-from tests.rig import CHUNK_BYTES, OPTIONS, cluster
+from tests.rig import CHUNK_BYTES, OPTIONS, cluster, gated, until
 from tests.runtime.data_rig import KINDS, waited_out_s
 
 pytestmark = pytest.mark.anyio
@@ -128,6 +129,23 @@ def frees(tensor: torch.Tensor) -> None:
 
 def replaces(tensor: torch.Tensor) -> None:
     tensor.data = torch.zeros_like(tensor)
+
+
+async def test_a_write_of_the_callers_during_a_fill_is_not_taken_for_the_fills() -> None:
+    """Without digests nothing else would show it."""
+    options = replace(OPTIONS, integrity=False)
+    with gated(3) as gate:
+        async with cluster("trainer", "rollout", options=options) as c:
+            memory = empty()
+            await (await c.hubs[0].register("m", model())).publish(1)
+            rollout = await c.hubs[1].register("m", memory)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(rollout.replicate)
+                await until(lambda: gate.holds)
+                memory["a"][:1].add_(1)
+                gate.open()
+            with pytest.raises(MutabilityViolation, match="while it was published: 'a'"):
+                await rollout.unpublish()
 
 
 @pytest.mark.parametrize("digested", [False, True])

@@ -123,6 +123,22 @@ async def test_each_version_is_packed_anew() -> None:
         assert holds(tensors, 4)
 
 
+async def test_what_was_prefetched_is_unpacked_although_nothing_is_read() -> None:
+    async with cluster("trainer", "reader", options=OPTIONS) as c:
+        tensors, memory = model(1), model()
+        source, weights = (
+            await c.hubs[0].register("m", tensors),
+            await c.hubs[1].register("m", memory),
+        )
+        await source.publish(1)
+        await weights.replicate()
+        async with source.mutate(2):
+            write(tensors, 2)
+        await weights.prefetch()
+        assert (await weights.update()).bytes_read == 0
+        assert holds(memory, 2)
+
+
 async def test_fetch_makes_tensors_of_their_own() -> None:
     async with cluster("trainer", "reader", options=OPTIONS) as c:
         await (await c.hubs[0].register("m", model(1))).publish(1)

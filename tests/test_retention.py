@@ -73,6 +73,27 @@ async def test_rollback_and_publish_again() -> None:
         assert holds(mine, 3)
 
 
+async def test_watch_gives_a_number_again_that_has_other_content_after_a_rollback() -> None:
+    """Also where nothing was taken from it in between."""
+    async with cluster("trainer", "watcher") as c:
+        trainer, hub = c.hubs
+        weights = await trainer.register("m", tensors(1))
+        for number in (1, 2):
+            async with weights.mutate(number):
+                pass
+        watcher = hub.watch("m")
+        before = await anext(watcher)
+        await trainer.rollback("m", to=1)
+        async with weights.mutate(2):
+            pass
+        await until(lambda: hub.newest("m") not in (None, before))
+        await hub.wait_for("m", at_least=2)
+        with anyio.fail_after(WAIT_S):
+            after = await anext(watcher)
+        assert (before.version, after.version) == (2, 2)
+        assert before.content_id != after.content_id
+
+
 async def test_newest_and_wait_for_are_right_as_soon_as_rollback_returns() -> None:
     async with cluster("trainer", "other") as c:
         trainer, other = c.hubs

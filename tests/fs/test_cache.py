@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import pytest
 
 from tensorhub.errors import IntegrityError, OperationTimeout
+from tensorhub.fs import cache as cache_module
 from tensorhub.fs.cache import Cache, Key
 from tensorhub.memory.windows import Windows
 from tests.memory.test_on_demand import CHUNK_BYTES
@@ -80,10 +84,46 @@ def test_the_window_that_was_read_longest_ago_makes_room() -> None:
     cache.close()
 
 
-def _read(cache: Cache, key: Key) -> None:
+def test_a_window_that_makes_room_before_it_is_read_is_read_once_it_is_filled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    section, cache, read = Section(), Cache(2 * CHUNK_BYTES), list[int]()
+    zero, one, two = (Key(section, number) for number in range(3))
+    filled, may_fill_again = list[int](), threading.Event()
+    calls, wait = itertools.count(), cache_module._wait
+
+    def fill(number: int) -> None:
+        assert number not in filled or may_fill_again.wait(WAIT_S)
+        filled.append(number)
+
+    def wait_and_make_room(fill: Future[None], deadline: float) -> None:
+        """The first window is filled: before it is read, it makes room, and is filled ahead again."""
+        call = next(calls)
+        if call == 4:
+            may_fill_again.set()
+        wait(fill, deadline)
+        if call == 0:
+            _read(cache, one)
+            _read(cache, two)
+            _read(cache, two, [zero])
+
+    monkeypatch.setattr(section, "fill", fill)
+    monkeypatch.setattr(cache_module, "_wait", wait_and_make_room)
+    _read(cache, zero, put=lambda view: read.append(filled.count(0)))
+    may_fill_again.set()
+    assert read == [2]
+    cache.close()
+
+
+def _read(
+    cache: Cache,
+    key: Key,
+    following: Sequence[Key] = (),
+    put: Callable[[memoryview], object] = lambda view: None,
+) -> None:
     window = key.section.windows.windows[key.number]
     deadline = time.monotonic() + WAIT_S
-    cache.read(key, window.start, window.stop, lambda view: None, (), deadline)
+    cache.read(key, window.start, window.stop, put, following, deadline)
 
 
 def _fails(number: int) -> None:

@@ -54,6 +54,21 @@ def test_experts_with_names_of_their_own_make_families_and_neighbours_coalesce()
         assert plan(reader, [held]).rows(0) == [(0, 0, 0, 0, length, step, (), run)]
 
 
+def test_what_lies_in_several_regions_at_the_source_is_no_run_of_one_of_them() -> None:
+    """Experts in regions of their own, each behind more of other tensors; an engine that stacks
+    them.
+    """
+    shapes = {f"experts.{n}": (4,) for n in range(3)}
+    held = [LocalTensor(name, "bfloat16", (4,), (2,), n, 16 * n) for n, name in enumerate(shapes)]
+    apart = arrange(pieces_of(held))
+    sources = {"stacked": [(at[n], source(name)) for n, name in enumerate(shapes)]}
+    stacked = arrange(
+        pieces_of(locals_of({"stacked": (3, 4)}), sources=sources, shape_of=dict(shapes).get),
+        apart.catalogue,
+    )
+    assert plan(stacked, [apart]).rows(0) == [(0, 0, 0, 0, 3, (1, 16, 0, 8), (), 8)]
+
+
 # --------------------------------------------------------------------------------------------------
 # whom to read
 

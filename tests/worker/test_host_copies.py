@@ -506,6 +506,21 @@ def test_who_outranks_a_copy_has_it_released_and_then_its_room() -> None:
     assert world.told == ["copy_evicted"]
 
 
+def test_a_fill_that_runs_does_not_keep_the_room_that_is_needed_for_what_comes_first() -> None:
+    world = World(ONE)
+    prefetch = world.prefetch(world.handle())
+    copy = world.copy()
+    world.answer(copy)
+    world.take(copy)
+    request = world.ask(world.copies.make_room, "b/staged", Purpose.USE, ONE)
+    assert copy.running is not None
+    world.end_call(copy, copy.running.cancelled or OperationTimeout("it was let run on"))
+    error = world.error(prefetch)
+    assert isinstance(error, StateError)
+    assert "needed for something that comes first" in str(error)
+    assert world.settled(request) is None
+
+
 def test_a_copy_that_must_stay_leaves_no_room() -> None:
     world = World(ONE)
     _, copy = world.filled()

@@ -4,6 +4,9 @@ uses any more.
 
 from __future__ import annotations
 
+from math import inf
+
+import anyio
 import pytest
 
 from tensorhub.errors import LeaseLost, OperationTimeout
@@ -11,7 +14,7 @@ from tensorhub.messages import Announce, FromWorker, Unwatch, Watch
 from tensorhub.runtime.worker import version_watches as news_module
 from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.types import VersionInfo
-from tests.rig import cluster, tensors, until
+from tests.rig import WAIT_S, cluster, tensors, until
 
 KEPT = 4
 
@@ -96,6 +99,23 @@ async def test_who_waits_in_vain_is_not_told_that_nothing_was_ever_published() -
     news = VersionWatches(MessageSink())
     with pytest.raises(OperationTimeout, match="or no worker holds what a rollback has made"):
         await news.wait_for("m", 0, 0)
+
+
+async def test_a_call_that_waits_without_a_deadline_is_told_when_the_state_is_lost() -> None:
+    news, told = VersionWatches(MessageSink()), list[str]()
+
+    async def wait() -> None:
+        with pytest.raises(LeaseLost, match="without its state") as caught:
+            await news.wait_for("m", 8, inf)
+        told.append(str(caught.value))
+
+    with anyio.fail_after(WAIT_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await until(lambda: news.listeners("m") > 0)
+            news.announced(Announce("m", version("m")))
+            news.state_lost([])
+    assert len(told) == 1
 
 
 def test_where_the_newest_goes_back_without_a_rollback_each_asker_is_told_once() -> None:
