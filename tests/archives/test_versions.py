@@ -22,9 +22,9 @@ from safetensors.numpy import load
 
 from tensorhub import deltas
 from tensorhub.archives.anchors import INDEX
-from tensorhub.archives.catalogue import Key, VersionCatalogue
+from tensorhub.archives.catalogue import Key, Version, VersionCatalogue
 from tensorhub.archives.reading import Reader, Readers
-from tensorhub.archives.retention import Keep
+from tensorhub.archives.retention import Decision, Keep
 from tensorhub.archives.store import Store
 from tensorhub.archives.writing import Archive
 from tensorhub.errors import (
@@ -605,6 +605,38 @@ def test_a_long_chain_is_cut(local: Store) -> None:
     assert "config.json" in version.anchor.beside
     check(local, model, [4])
     assert archive.sweep(timedelta(0)) == []
+
+
+def test_a_reader_that_is_being_opened_keeps_what_it_is_going_to_read(
+    local: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive, model = long_chain(local)
+    readers, tables = Readers(archive.catalogue, apply), archive.catalogue.tables
+    is_first = threading.Lock()
+
+    def retain() -> Decision:
+        return archive.retain(Keep(1), apply, lambda: readers.uses)
+
+    def retain_first(version: Version) -> list[tuple[bytes, bytes]]:
+        if is_first.acquire(blocking=False):
+            retain()
+        return tables(version)
+
+    monkeypatch.setattr(archive.catalogue, "tables", retain_first)
+    with readers.reading(Key(0, 4)) as reader:
+        (chunks,) = content_of(reader)
+    assert chunks == model.chunks(0, model.copies[4])
+    readers.close_idle()
+    assert retain().anchor_first == (Key(0, 4),)
+
+
+def test_a_reader_that_cannot_be_opened_keeps_nothing(local: Store) -> None:
+    archive, _ = long_chain(local)
+    readers = Readers(archive.catalogue, apply)
+    local.delete([archive.catalogue.at(archive.catalogue.versions[Key(0, 0)].index)])
+    with pytest.raises(IntegrityError), readers.reading(Key(0, 4)):
+        pass
+    assert not readers.uses
 
 
 def test_a_reader_that_comes_while_a_chain_is_cut_keeps_what_it_reads(local: Store) -> None:

@@ -402,6 +402,7 @@ class Readers:
         self._lock = threading.Lock()
         self._opening: dict[Key, threading.Lock] = {}
         self._open: dict[Key, Reader] = {}  # the last used is last
+        self._begun: dict[Key, frozenset[str]] = {}  # what readers use that are being opened
         self._users = Counter[Key]()
 
     def __repr__(self) -> str:
@@ -416,8 +417,9 @@ class Readers:
         try:
             with opening:
                 if (reader := self._open.get(key)) is None:
-                    reader = Reader(self.catalogue, key, self._apply)
+                    reader = self._begin(key)
                 with self._lock:
+                    self._begun.pop(key, None)
                     self._open.pop(key, None)
                     self._open[key] = reader
             yield reader
@@ -426,15 +428,28 @@ class Readers:
                 self._users[key] -= 1
             self.close_idle(self._idle_max)
 
+    def _begin(self, key: Key) -> Reader:
+        """A new one, whose chain is in use from before it is read."""
+        with self._lock:
+            chain = self.catalogue.chain(key)
+            self._begun[key] = frozenset([each.path for each in chain])
+        try:
+            return Reader(self.catalogue, key, self._apply)
+        except BaseException:
+            with self._lock:
+                del self._begun[key]
+            raise
+
     def __contains__(self, key: Key) -> bool:
         """Whether a reader of that version is open."""
         return key in self._open
 
     @property
     def uses(self) -> frozenset[str]:
-        """See `Reader.uses`, of all that are open."""
+        """See `Reader.uses`, of all that are open, or are being opened."""
         with self._lock:
-            return frozenset().union(*(each.uses for each in self._open.values()))
+            is_open = (each.uses for each in self._open.values())
+            return frozenset().union(*self._begun.values(), *is_open)
 
     def close_idle(self, but: int = 0) -> None:
         """Close the readers that nothing uses, but for so many that were used last."""
