@@ -274,6 +274,24 @@ def test_a_server_with_trailers_gets_the_end_as_one() -> None:
     assert dict(end["headers"]) == {b"tensorhub-version-end": engine.text().encode()}
 
 
+@pytest.mark.parametrize("its_own", [False, True])
+def test_a_streamed_answer_with_trailers_that_spans_an_update(its_own: bool) -> None:
+    engine = Engine(11)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({**HEAD, "trailers": its_own})
+        await send(FIRST)
+        engine.version = 12
+        await send(LAST)
+        if its_own:
+            engine.version = 13
+            await send(ITS_LAST)
+
+    head, *_, end = sent(VersionGate(app, engine.stamp), trailers=True)
+    assert dict(head["headers"])[b"tensorhub-version-start"] == engine.text(11).encode()
+    assert dict(end["headers"])[b"tensorhub-version-end"] == engine.text().encode()
+
+
 def test_an_applications_own_trailers_stay() -> None:
     engine = Engine(11)
     its = {**HEAD, "trailers": True}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tensorhub import sync
-from tensorhub.errors import StateError, VersionConflict
+from tensorhub.errors import CoordinatorUnavailable, StateError, VersionConflict
 from tensorhub.integrations import announced as module
 from tensorhub.integrations.announced import SERVERS, Announcement, announce, announced
 from tests.rig import OPTIONS
@@ -71,6 +71,32 @@ def test_an_engine_that_starts_anew_waits_for_no_announcement_before_it(hub: syn
     assert list(announced(hub, "actor", SERVERS)) == [URL]
     second.close()
     assert list(announced(hub, "actor", SERVERS)) == []
+
+
+def test_an_engine_is_announced_again_after_errors_that_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Weights:
+        version: int | None = None
+
+        def publish(self, number: int, timeout_s: float) -> None:
+            if errors:
+                raise errors.pop()
+            self.version = number
+            is_announced.set()
+
+        def close(self) -> None:
+            pass
+
+    errors = [StateError("not now"), CoordinatorUnavailable("it is away")]
+    is_announced = threading.Event()
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+    weights: Any = Weights()
+    describe: Any = lambda: SimpleNamespace(mark=None)  # noqa: E731
+    its = Announcement(weights, describe)
+    its.keep()
+    assert is_announced.wait(WAIT_S)
+    its.close()
 
 
 def test_a_closed_announcement_is_looked_after_no_more(hub: sync.Hub) -> None:

@@ -61,12 +61,14 @@ def sent(value: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
 def test_an_engine_with_old_weights_is_an_error_at_each_update(
     feed: EngineFeed, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often it has failed: the framework generates with it all the same."""
+    """However often it has failed: the framework generates with it all the same. Other weights have
+    another number.
+    """
     first = feed.send(sent())
     engines[1].fault = StateError("it is gone")
-    for _ in range(4):
+    for value in (2.0, 3.0, 4.0, 5.0):
         with pytest.raises(StateError, match="it is gone"):
-            feed.send(sent())
+            feed.send(sent(value))
     engines[1].fault = None
     engines[1].gate.clear()
     with monkeypatch.context() as short:

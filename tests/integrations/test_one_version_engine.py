@@ -877,6 +877,23 @@ def test_a_lease_begins_when_the_records_are_asked_for(
     assert its.version is None
 
 
+def test_a_lease_ends_while_the_machine_sleeps(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    its, wakes = rig.engine(), threading.Event()
+    rig.trainer().update(rig.publish(1))
+    its.wait_until_served(WAIT_S)
+    monkeypatch.setattr(its, "_poll", wakes.set)  # it reads nothing from now on
+    assert wakes.wait(WAIT_S)
+    its.seat.lease_until = one_version_engine.now_s() + WAIT_S
+    assert its.version == 1
+    tells = time.clock_gettime
+
+    def later(clock: int) -> float:  # `time.monotonic` stands still meanwhile
+        return tells(clock) + (2 * WAIT_S if clock == time.CLOCK_BOOTTIME else 0.0)
+
+    monkeypatch.setattr(time, "clock_gettime", later)
+    assert its.version is None
+
+
 def test_fifty_failed_updates_leave_nothing_behind(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import torch.distributed as dist
 
 from tensorhub import sync
 from tensorhub.errors import StateError, TensorHubError
-from tensorhub.integrations.one_version import ATTEMPTS
 from tensorhub.integrations.one_version_ranks import Member, Part
+from tensorhub.integrations.one_version_trainer import OneVersion
 from tensorhub.types import VersionInfo
 
 WAIT_S = 60.0
@@ -99,18 +100,50 @@ def test_what_one_rank_has_failed_to_fetch_all_ranks_fetch_again(
 ) -> None:
     with sync.serve(token="") as coordinator, sync.connect(coordinator.address) as hub:
         weights = hub.register("actor", {"a": torch.full((4,), 1.0)})
-        weights.publish(1)
+        info = weights.publish(1)
         store = f"{tmp_path / 'store'}"
         pipe = start(coordinator.address, store, 1)
         with member(coordinator.address, 0, store, 0) as its:
             assert its.engine is not None
+            fleet = OneVersion(hub, "actor", [its.engine.url])
             with pytest.raises(StateError, match=r"worker 1: .*cannot fetch now"):
-                its.engine.stage(ATTEMPTS)
-            its.engine.stage(ATTEMPTS)
-            its.engine.flip(ATTEMPTS)
-            its.engine.settle(ATTEMPTS, is_commit=True)
+                fleet.update(info)
+            fleet.update(info)
             pipe.send(True)
             with its.step():
                 assert pipe.recv() == [1.0] * 4
+            fleet.close()
             its.engine.close()
             pipe.send(False)
+
+
+def test_a_step_that_waits_for_a_version_keeps_none_from_being_put_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with sync.serve(token="") as coordinator, sync.connect(coordinator.address) as hub:
+        info = hub.register("actor", {"a": torch.full((4,), 1.0)}).publish(1)
+        part = Tensors(hub, 0, 0)
+        its = Member(part, 0, [0], hub, "actor", wait_s=WAIT_S, lease_s=0.5)
+        assert its.engine is not None
+        fleet = OneVersion(hub, "actor", [its.engine.url], lease_s=0.5)
+        use, waits = its.engine._use, threading.Event()
+
+        def noted(wait_s: float) -> Any:
+            waits.set()
+            return use(wait_s)
+
+        monkeypatch.setattr(its.engine, "_use", noted)
+
+        def step() -> list[float]:
+            with its.step():
+                return part.model.tolist()
+
+        with ThreadPoolExecutor(1) as thread:
+            stepped = thread.submit(step)
+            assert waits.wait(WAIT_S)
+            assert part.lock.acquire(timeout=WAIT_S)  # which putting a version takes
+            part.lock.release()
+            fleet.update(info)
+            assert stepped.result(WAIT_S) == [1.0] * 4
+        fleet.close()
+        its.engine.close()
