@@ -263,6 +263,18 @@ def test_a_cast_ties_what_is_tied_and_takes_what_is_there_now() -> None:
         conversion.convert(target)
 
 
+def test_a_cast_publishes_no_tensor_for_another_that_it_was_tied_to() -> None:
+    model = Tied()
+    conversion = cast(model, torch.float16)
+    target = conversion.allocate()
+    model.head.weight = nn.Parameter(torch.ones(6, 4))  # as load_state_dict(assign=True) leaves it
+    with pytest.raises(RegistrationError, match=r"1 tensor.* not any more: 'head\.weight'.*anew"):
+        conversion.convert(target)
+    model.embed.weight = model.head.weight
+    conversion.convert(target)
+    assert target["head.weight"].eq(1).all()
+
+
 def test_a_cast_copies_each_view_of_one_memory_as_that_view_is() -> None:
     square = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     views = {"square": square, "turned": square.t(), "bits": square.view(torch.int32)}

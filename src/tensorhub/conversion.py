@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 Tensors: TypeAlias = Mapping[str, Any]
 BUFFERS_MAX = 16
+ANEW = "Close the converted weights, and register them anew"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +88,11 @@ def cast(
         return dtype if its.is_floating_point else its
 
     def allocate() -> Tensors:
-        made: dict[object, Any] = {}  # tied tensors, which are one view of one memory, share a copy
+        made: dict[object, Any] = {}  # by view: tied tensors share one copy
         found = {}
         for name, tensor in resolve(tensors).items():
             local = local_of(tensor)
-            view = (local.data_ptr(), local.shape, local.stride(), local.dtype)
-            key = view if local.numel() else name
+            key = _view_of(local) if local.numel() else name
             if key not in made:
                 made[key] = torch.empty_like(tensor, dtype=kind(tensor), requires_grad=False)
             found[name] = made[key]
@@ -113,11 +113,19 @@ def cast(
             raise RegistrationError(
                 f"{len(names)} tensor(s) have come, gone or changed their shape since the copy was "
                 f"registered: "
-                f"{', '.join(map(repr, names[:10]))}. Close the converted weights, and register "
-                f"them anew"
+                f"{', '.join(map(repr, names[:10]))}. {ANEW}"
             )
-        # tied tensors once
-        into = {id(target[name]): (copies[name], tensor) for name, tensor in present.items()}
+        into: dict[int, tuple[Any, Any]] = {}  # tied tensors once
+        untied = []
+        for name, tensor in present.items():
+            _, first = into.setdefault(id(target[name]), (copies[name], tensor))
+            if _view_of(first) != _view_of(tensor):
+                untied.append(name)
+        if untied:
+            raise RegistrationError(
+                f"{len(untied)} tensor(s) were tied when the copy was registered, and are not any "
+                f"more: {', '.join(map(repr, untied[:10]))}. {ANEW}"
+            )
         with torch.no_grad():
             for copy, tensor in into.values():
                 copy.copy_(tensor)
@@ -256,6 +264,11 @@ class ConvertedWeights(Unpicklable):
         """Take back all versions and deregister; see `Weights.close`."""
         for buffer in self._buffers:
             await buffer.weights.close(abandon)
+
+
+def _view_of(local: Any) -> object:
+    """Equal for tied tensors: they are one view of one memory."""
+    return local.data_ptr(), local.shape, local.stride(), local.dtype
 
 
 def _nbytes(tensors: Tensors) -> int:
