@@ -93,6 +93,23 @@ def test_weights_that_cannot_be_sent_take_no_number(feed: EngineFeed) -> None:
     assert feed.send(sent()) == first + 1
 
 
+def test_weights_that_may_have_been_published_take_their_number(
+    feed: EngineFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the coordinator stood still: no later weights could be sent with that number."""
+    first, send = feed.send(sent()), feed._exchange.send
+
+    def loses_the_answer(*given: Any) -> None:
+        send(*given)
+        raise OperationTimeout("it has not answered", memory="in_doubt")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(feed._exchange, "send", loses_the_answer)
+        with pytest.raises(OperationTimeout, match="has not answered"):
+            feed.send(sent(2.0))
+    assert feed.send(sent(3.0)) == first + 2
+
+
 @pytest.mark.parametrize("has_feed", [True, False])
 def test_each_rank_gathers_each_tensor_also_after_an_error(
     feed: EngineFeed, has_feed: bool

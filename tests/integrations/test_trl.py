@@ -17,6 +17,7 @@ from tensorhub import sync
 from tensorhub.errors import (
     CoordinatorUnavailable,
     ManifestMismatch,
+    OperationTimeout,
     RegistrationError,
     StateError,
     VersionUnavailable,
@@ -261,3 +262,23 @@ def test_what_failed_does_not_take_a_number(transfer: WeightTransfer, rollout: R
         transfer.send_weights(broken())
     transfer.send_weights(sent(1.0))
     assert rollout(Policy()).refresh() == 1
+
+
+def test_what_may_have_been_published_takes_its_number(
+    transfer: WeightTransfer, rollout: Rollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the coordinator stood still: no later weights could be sent with that number."""
+    send = transfer._exchange.send
+
+    def loses_the_answer(*given: Any) -> None:
+        send(*given)
+        raise OperationTimeout("it has not answered", memory="in_doubt")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(transfer._exchange, "send", loses_the_answer)
+        with pytest.raises(OperationTimeout, match="has not answered"):
+            transfer.send_weights(sent(1.0))
+    transfer.send_weights(sent(2.0))
+    weights = rollout(Policy())
+    weights.update_model_version(1)  # as the framework counts
+    assert weights.refresh() == 2

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tensorhub.api.arguments import is_list
-from tensorhub.errors import InvalidType, InvalidValue, shown
+from tensorhub.errors import InvalidType, InvalidValue, TensorHubError, shown
 from tensorhub.integrations.checkpoint_engine import Exchange
 from tensorhub.integrations.fleet import Fleet, together
 from tensorhub.integrations.vllm_session import ExtensionClient, Session, Settings
@@ -47,7 +47,11 @@ class EngineFeed:
         publishes this model), and the first engine's error with a note for each other one.
         """
         version = self._next
-        self._exchange.send(weights, version)
+        try:
+            self._exchange.send(weights, version)
+        except TensorHubError as error:
+            self._next += error.memory == "in_doubt"  # it may be published all the same
+            raise
         self._next += 1
         report = self._fleet.update(self._exchange.published(version))
         if report.failed:

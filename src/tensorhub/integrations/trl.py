@@ -15,7 +15,14 @@ from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING, Any
 
 from tensorhub import sync
-from tensorhub.errors import InvalidType, InvalidValue, ManifestMismatch, StateError, some
+from tensorhub.errors import (
+    InvalidType,
+    InvalidValue,
+    ManifestMismatch,
+    StateError,
+    TensorHubError,
+    some,
+)
 from tensorhub.integrations.checkpoint_engine import Exchange, Meeting
 from tensorhub.integrations.fleet import Fleet
 from tensorhub.integrations.given import bounded, texts
@@ -114,7 +121,11 @@ class WeightTransfer:
         if self._meeting is None:
             raise StateError("init_weight_transfer() comes before send_weights()")
         version = self._meeting.next + self._sent
-        self._exchange.send(iterator, version)
+        try:
+            self._exchange.send(iterator, version)
+        except TensorHubError as error:
+            self._sent += error.memory == "in_doubt"  # it may be published all the same
+            raise
         self._sent += 1
         if self._fleet is not None:
             self._fleet.update(self._exchange.published(version))
