@@ -33,6 +33,7 @@ ENTITIES = (Stateful, Holding, Member, Group)
 UNCHECKED = {
     "story",
     "heard_at",
+    "answers",
     "unbound",
     "restless",
     "flexible",

@@ -14,7 +14,7 @@ It is no part of `check`, since `check_noted` must find whatever `check` finds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from itertools import chain
 from typing import assert_never
 
@@ -53,18 +53,21 @@ KEPT = (VersionState.STAGED, VersionState.AVAILABLE, VersionState.UNAVAILABLE)
 
 def check(cluster: Cluster) -> None:
     """Raise InvariantBroken on the first promise that is broken."""
+    versions = {
+        version: None for model in cluster.models.values() for version in model.versions.values()
+    }
     for worker in cluster.workers.values():
-        _worker(cluster, worker)
+        _worker(cluster, worker, versions)
     for member in cluster.members.values():
-        _member(cluster, member)
+        _member(cluster, member, versions)
     for model in cluster.models.values():
         _model(cluster, model)
         for version in model.versions.values():
             _version(cluster, version)
         for group in model.groups.values():
-            _group(cluster, group)
+            _group(cluster, group, versions)
     for operation in cluster.records.values():
-        _operation(cluster, operation)
+        _operation(cluster, operation, versions)
     for lease in cluster.leases.values():
         _lease(cluster, lease)
 
@@ -73,17 +76,18 @@ def check_noted(cluster: Cluster) -> None:
     """`check` for the entities that the last step has noted. An entity that is forgotten by now
     must be forgotten everywhere.
     """
-    for about in with_neighbours(cluster.noted):
+    found = with_neighbours(cluster.noted)
+    for about in found:
         match about:
             case Worker():
-                _worker(cluster, about)
+                _worker(cluster, about, found)
             case Member():
-                _member(cluster, about)
+                _member(cluster, about, found)
             case Group():
-                _group(cluster, about)
+                _group(cluster, about, found)
             case Operation():
                 if about.group.operation is not about:  # else its group is there, too
-                    _operation(cluster, about)
+                    _operation(cluster, about, found)
             case Version():
                 _version(cluster, about)
             case ReadLease():
@@ -116,7 +120,10 @@ def with_neighbours(noted: Iterable[Noted]) -> dict[Noted, None]:
     return found
 
 
-def _worker(cluster: Cluster, worker: Worker) -> None:
+# Each check of a version looks at its holdings: `found` has what is checked, too.
+
+
+def _worker(cluster: Cluster, worker: Worker, found: Container[object]) -> None:
     incarnation = worker.incarnation
     if cluster.workers.get(incarnation) is not worker:
         demand(
@@ -150,7 +157,7 @@ def _worker(cluster: Cluster, worker: Worker) -> None:
             cluster.members.get(registration) is member, "a worker's members are members", member
         )
         demand(member.worker is worker, "a worker is that of its members", member)
-        if member.holding is not None:
+        if member.holding is not None and member.holding.version not in found:
             _ordered(member.holding)
         for lease in member.reads.values():
             _yields(lease)
@@ -163,7 +170,7 @@ def _yields(lease: ReadLease) -> None:
     )
 
 
-def _member(cluster: Cluster, member: Member) -> None:
+def _member(cluster: Cluster, member: Member, found: Container[object]) -> None:
     group, registration = member.group, member.registration
     if cluster.members.get(registration) is not member:
         elsewhere = (
@@ -187,7 +194,8 @@ def _member(cluster: Cluster, member: Member) -> None:
         demand(
             known and member.holding in member.holding.peers, "what is held is a candidate", member
         )
-        _candidate(cluster, version, member.holding.layout, member.shard, member.holding)
+        if version not in found:
+            _candidate(cluster, version, member.holding.layout, member.shard, member.holding)
         _held(member, member.holding)
     for holding in member.leaving:
         demand(holding.leaving, "what is withdrawn takes no readers", holding)
@@ -473,7 +481,7 @@ def _copy(cluster: Cluster, model: Model, member: Member) -> None:
     )
 
 
-def _group(cluster: Cluster, group: Group) -> None:
+def _group(cluster: Cluster, group: Group, found: Container[object]) -> None:
     if group.model.groups.get(group.name) is not group:
         demand(not group.members, "a group with members exists", group.name)
         demand(
@@ -502,7 +510,7 @@ def _group(cluster: Cluster, group: Group) -> None:
             "a group's members are members",
             member,
         )
-        if member.holding is not None:
+        if member.holding is not None and member.holding.version not in found:
             _told(member.holding)
     demand(group not in cluster.renumbered, "ranks are told their epoch", group.name)
     torn = [replica for replica in group.replicas if replica.state is ReplicaState.TORN]
@@ -510,7 +518,7 @@ def _group(cluster: Cluster, group: Group) -> None:
     for replica in group.replicas:
         _replica(cluster, group, replica)
     if group.operation is not None:
-        _operation(cluster, group.operation)
+        _operation(cluster, group.operation, found)
 
 
 def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
@@ -552,7 +560,7 @@ def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
             )
 
 
-def _operation(cluster: Cluster, operation: Operation) -> None:
+def _operation(cluster: Cluster, operation: Operation, found: Container[object]) -> None:
     group, parts = operation.group, operation.parts.values()
     recorded = operation.record is not None and cluster.records.get(operation.record) is operation
     if operation.decided:
@@ -621,8 +629,9 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
             "a part is its operation's, filed by rank",
             operation,
         )
-        if part.member.holding is not None:
-            _ordered(part.member.holding)
+        held = part.member.holding
+        if held is not None and held.version not in found:
+            _ordered(held)
         for lease in part.leases.values():
             demand(
                 lease.state is LeaseState.ACTIVE and lease.part is part,

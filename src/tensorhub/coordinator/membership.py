@@ -160,6 +160,7 @@ class Membership:
         worker.session, before = session.number, worker.transports
         worker.connected_at(message.endpoints)
         worker.release = message.release
+        cluster.note(worker)
         cluster.reckon_all_of(worker)
         if worker.transports != before:
             self._reach_changed(worker)
@@ -202,8 +203,7 @@ class Membership:
         `answers`: the time of that word; a time in the future is taken for now.
         """
         cluster = self._cluster
-        cluster.noted[worker] = None
-        worker.heard_at = cluster.now
+        worker.heard_at = cluster.now  # no promise is about this time, or the time of that word
         if answers <= worker.answers and worker.state is WorkerState.LIVE:
             return
         counted = cluster.counts_on(worker)
