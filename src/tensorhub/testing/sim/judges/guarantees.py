@@ -318,9 +318,11 @@ class Guarantees:
         handles = [
             h
             for h in self._world.live_handles()
-            if h.last_call is not None and h.last_call.key == message.key
+            if h.shard.rank == message.rank
+            and h.last_call is not None
+            and h.last_call.key == message.key
         ]
-        for handle in (each for each in handles if each.shard.rank == message.rank):
+        for handle in handles:
             self._tellers.pop(handle.id, None)
             running = handle.member.running
             if (
@@ -550,8 +552,11 @@ class Guarantees:
         """No reader reads that memory any more."""
         self._given_up[handle.last_held] = self._world.now
         self._fenced[handle.id] = handle.last_held
-        others = [each for each in self._world.live_handles() if each is not handle]
-        held = {(each.last_held, each.shard.number) for each in others if _holds(each)}
+        held = {
+            (each.last_held, each.shard.number)
+            for each in self._world.live_handles()
+            if each.last_held == handle.last_held and each is not handle and _holds(each)
+        }
         shards: Iterable[int] = (handle.shard.number,)
         if handle.shard.world_size > 1 and is_as_published(handle):
             # its replica serves no more, also where a dead rank was not known to be lost
