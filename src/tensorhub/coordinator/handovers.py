@@ -24,7 +24,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Group, Handover, Holding, Member, Model, Version, Worker
+from tensorhub.coordinator.entities import (
+    Group,
+    Handover,
+    Holding,
+    Member,
+    Model,
+    Replica,
+    Version,
+    Worker,
+)
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, VersionState, WorkerState
 from tensorhub.messages import DropCopy, MakeCopy
@@ -108,6 +117,8 @@ class Handovers:
             self._settle_copy(model, copy)
         if self._cluster.hosts:
             for wish in self._wanted(model):
+                if len(model.handovers) >= HANDOVERS_PER_MODEL_MAX:
+                    break
                 self._grant(model, wish)
 
     def _settle_handover(self, model: Model, handover: Handover) -> None:
@@ -164,15 +175,20 @@ class Handovers:
         """The copies that are wanted now. (Each of them `_is_needed`: else it would be made and
         dropped for ever.)
         """
-        for withdrawal in model.pressing.values():
-            if not withdrawal.begun and not withdrawal.abandon:
-                going = withdrawal.holding.member.worker if withdrawal.closes else None
-                for holding in self._retentions.alone(withdrawal.holding, going):
-                    yield Wish(holding, going)
+        leave: list[tuple[Holding, Worker | None]] = [
+            (each.holding, each.holding.member.worker if each.closes else None)
+            for each in model.pressing.values()
+            if not each.begun and not each.abandon
+        ]
         for operation in model.waiting.restless.values():
-            for staying in operation.staying:
-                for holding in self._retentions.alone(staying, None):
-                    yield Wish(holding)
+            leave += [(staying, None) for staying in operation.staying]
+        asked = set[tuple[Replica, Worker | None]]()
+        for holding, going in leave:
+            # of all ranks of a replica the answer is the same
+            if holding.is_source and (holding.replica, going) not in asked:
+                asked.add((holding.replica, going))
+                for alone in self._retentions.alone(holding, going):
+                    yield Wish(alone, going)
         for number in model.retained():
             version = model.versions.get(number)
             if version is not None and version.state is VersionState.AVAILABLE:
@@ -207,7 +223,7 @@ class Handovers:
         """
         holding = wish.holding
         version, shard = holding.version, holding.shard
-        if len(model.handovers) >= HANDOVERS_PER_MODEL_MAX or any(
+        if any(
             (h.version, h.shard) == (version, shard) and h.worker is not wish.going
             for h in model.handovers.values()
         ):

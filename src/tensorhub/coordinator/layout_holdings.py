@@ -323,6 +323,8 @@ class LayoutHoldings(Shards[H]):
 
     def is_left(self) -> bool:
         """Whether of each class of shards some shard has a holder."""
+        if not self.uncounted and not self.broken:
+            return True
         return all(any(self[shard] for shard in shards) for shards in self.classes.values())
 
     def is_class_whole(self, first: int) -> bool:
