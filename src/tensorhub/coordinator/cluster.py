@@ -399,8 +399,9 @@ class Cluster:
         if not (operation.key in self.changed_operations or self.is_woken(operation)):
             operation.news = {}
         now = waits_in(operation)
+        kept = [*map(id, now)]
         for before in operation.filed_in:
-            if not any(before is each for each in now):
+            if id(before) not in kept:
                 before.pop(operation.key, None)
         for each in now:
             each[operation.key] = operation

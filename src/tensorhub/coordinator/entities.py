@@ -75,12 +75,10 @@ FORGOTTEN_KEPT_MAX = 4096  # numbers of a model, should a rollback make one the 
 VISIBLE = (VersionState.AVAILABLE, VersionState.UNAVAILABLE)
 SERVING = (ReplicaState.FILLING, ReplicaState.READY)
 DECIDED = (OperationState.COMMITTED, OperationState.ABORTED)
-_RUNNING, _VOTED, _LOST, _HOST = (
-    OperationState.RUNNING,
-    PartState.VOTED,
-    WorkerState.LOST,
-    Medium.HOST,
-)
+_RUNNING = OperationState.RUNNING
+_CALLED, _READING, _VOTED = PartState.CALLED, PartState.READING, PartState.VOTED
+_LIVE, _LOST = WorkerState.LIVE, WorkerState.LOST
+_HOST, _ARCHIVE = Medium.HOST, Purpose.ARCHIVE
 # purposes of a copy of one shard, which is a group of its own
 OF_ONE_SHARD = frozenset({Purpose.RETENTION, Purpose.SEED, Purpose.ARCHIVE})
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
@@ -556,7 +554,7 @@ class Holding:
             self.traffic.active_readers - (lease is not None) - yielding,
             self.slowness,
             yielding,
-            self.member.said.purpose is Purpose.ARCHIVE,
+            self.member.said.purpose is _ARCHIVE,
         )
 
     @property
@@ -629,7 +627,7 @@ class Holding:
     def counted(self) -> Counted:
         """What the holding counts as, and where it stands."""
         worker, takes_readers = self.member.worker, self.takes_readers
-        is_live, is_source = worker.state is WorkerState.LIVE, self.committed and takes_readers
+        is_live, is_source = worker.state is _LIVE, self.committed and takes_readers
         standing = None
         if takes_readers and is_live:
             standing = Standing(
@@ -920,12 +918,12 @@ class RankPart(_Moving[PartState]):
     @property
     def reads(self) -> bool:
         """Whether it lacks chunks."""
-        return self.state is PartState.READING
+        return self.state is _READING
 
     @property
     def ready(self) -> bool:
         """Whether nothing that it does first keeps it from writing."""
-        return self.state is not PartState.CALLED
+        return self.state is not _CALLED
 
     @property
     def voted(self) -> bool:
@@ -1047,7 +1045,10 @@ class Operation(_Moving[OperationState]):
         """The fill with which it goes on that began under a former coordinator: equal content for
         all ranks.
         """
-        return next((part.begun for part in self.parts.values() if part.begun is not None), None)
+        for part in self.parts.values():
+            if (begun := part.begun) is not None:
+                return begun
+        return None
 
     def decision(self) -> Decision:
         """The group's commit record; once it is bound."""
@@ -1215,17 +1216,18 @@ class Model:
 
     def newest(self) -> Iterator[Version]:
         """As `visible`, one after the other: there may be thousands."""
-        ordered = (self.versions[number] for number in sorted(self.versions, reverse=True))
-        return (version for version in ordered if version.visible)
+        for number in sorted(self.versions, reverse=True):
+            if (version := self.versions[number]).visible:
+                yield version
 
     def newest_visible(self, skip: int = 0) -> Version | None:
         """The newest visible version, or the version `skip` places before it. None, too, if that
         version is lost for good: after a rollback it may be a forgotten version, and no older
         version may stand for it (G3).
         """
-        found = list(islice(self.newest(), skip + 1))
         if not self.history.lost:
-            return found[skip] if len(found) > skip else None
+            return next(islice(self.newest(), skip, None), None)
+        found = islice(self.newest(), skip + 1)
         numbers = sorted([*(v.number for v in found), *self.history.lost], reverse=True)
         return self.versions.get(numbers[skip]) if len(numbers) > skip else None
 

@@ -42,6 +42,7 @@ from tensorhub.types import AVAILABLE, OpKind, host_group
 # sources with unchanged bytes, of which one reader got damaged bytes: then the sources are not to
 # blame
 EXONERATED_MAX = 2
+_GATHERING = OperationState.GATHERING  # Python 3.11 takes long to look up a member of an enum
 
 
 @dataclass(eq=False, repr=False)
@@ -156,7 +157,7 @@ class Fills:
 
     def advance(self, operation: Operation) -> Blame | None:
         """Bind if it can be, and go on from there."""
-        if operation.state is OperationState.GATHERING:
+        if operation.state is _GATHERING:
             blame = self._bind(operation)
             if blame is not None:
                 return blame
@@ -557,9 +558,8 @@ def first_call(operation: Operation) -> Fill:
 def _at_least(operation: Operation) -> int | None:
     """The oldest version that all ranks of a fill take."""
     calls = [part.call for part in operation.parts.values()]
-    return max(
-        (call.at_least for call in calls if isinstance(call, Fill) and call.at_least), default=None
-    )
+    least = [call.at_least for call in calls if isinstance(call, Fill) and call.at_least]
+    return max(least, default=None)
 
 
 def _holds(member: Member, version: Version) -> bool:

@@ -63,9 +63,10 @@ def unnamed(operation: Operation, version: Version) -> Blame | None:
     manifest.
     """
     for part in operation.parts.values():
+        if not part.has_written or not part.member.said.serves:
+            continue
         published = ways.as_published(version, operation)
-        known = not published or version.manifests.get(part.shard) or named(part)
-        if part.has_written and part.member.said.serves and not known:
+        if published and not version.manifests.get(part.shard) and not named(part):
             text = (
                 f"{BEGUN}, which has no room for its manifest (MANIFEST_BYTES_MAX); close "
                 f"handles and call again"

@@ -15,6 +15,9 @@ from tensorhub.coordinator.states import OperationState, PartState
 from tensorhub.messages import Fill, Need
 from tensorhub.types import AVAILABLE, OpKey, OpKind
 
+# Names of their own, since Python 3.11 takes long to look up a member of an enum.
+_PREPARED, _CLAIMING, _PUBLISH = OperationState.PREPARED, PartState.CLAIMING, OpKind.PUBLISH
+
 
 def yields(part: RankPart, holding: Holding) -> bool:
     """Whether the reader does not count as one that shares the source's uplink. A slow reader takes
@@ -117,11 +120,11 @@ def reads_across(holding: Holding) -> bool:
 def waits_in(operation: Operation) -> list[dict[OpKey, Operation]]:
     """Where it is found by what it waits for. (A rank's own words need not find it.)"""
     model, version = operation.group.model, operation.version
-    if operation.decided or not operation.gathered or operation.state is OperationState.PREPARED:
+    if operation.decided or not operation.gathered or operation.state is _PREPARED:
         return []
     found = []
     is_open = version is None or operation.is_starving or not operation.writing
-    if operation.staying or operation.grace_until is not None or operation.kind is OpKind.PUBLISH:
+    if operation.staying or operation.grace_until is not None or operation.kind is _PUBLISH:
         found.append(model.waiting.restless)
     if is_of_available(operation) and is_open and not operation.unchanged:
         found.append(model.waiting.flexible)
@@ -147,7 +150,7 @@ def starves(operation: Operation) -> bool:
         if operation.is_starving or operation.news is None
         else operation.news
     )
-    fills = operation.kind is not OpKind.PUBLISH
+    fills = operation.kind is not _PUBLISH
     if (
         fills
         and not operation.writing
@@ -155,9 +158,7 @@ def starves(operation: Operation) -> bool:
         and all(part.ready for part in operation.parts.values())
     ):
         return True
-    return any(
-        part.state is PartState.CLAIMING or needs_source(part) or is_to_move(part) for part in parts
-    )
+    return any(part.state is _CLAIMING or needs_source(part) or is_to_move(part) for part in parts)
 
 
 def awaits_hook(part: RankPart) -> bool:
@@ -167,7 +168,7 @@ def awaits_hook(part: RankPart) -> bool:
 
 def awaits_agreement(operation: Operation) -> bool:
     """Whether some rank's vote does not count yet."""
-    return any(part.state is PartState.CLAIMING for part in operation.parts.values())
+    return any(part.state is _CLAIMING for part in operation.parts.values())
 
 
 def is_of_available(operation: Operation) -> bool:
