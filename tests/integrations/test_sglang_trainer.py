@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from tensorhub import sync
-from tensorhub.errors import InvalidType, InvalidValue, StateError, VersionUnavailable
+from tensorhub.errors import (
+    InvalidType,
+    InvalidValue,
+    OperationTimeout,
+    StateError,
+    VersionUnavailable,
+)
 from tensorhub.integrations.sglang import Trainer
 from tensorhub.integrations.sglang_session import ASLEEP, REPORT, TORN, Order, Outcome, Report
 from tensorhub.model.stamps import Stamp
@@ -208,3 +214,28 @@ def test_a_session_that_a_killed_trainer_has_left_open_is_ended() -> None:
         "end_weight_update",
         *UPDATE[1:],
     ]
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+def test_weights_that_may_have_been_published_may_be_written_and_take_their_number(
+    monkeypatch: pytest.MonkeyPatch, is_back: bool
+) -> None:
+    """As where the coordinator stood still. `is_back`: it answers once they are taken back."""
+    with training(FakeEngine()) as trainer:
+        first, publish = trainer.send_weights(), sync.Weights.publish
+
+        def loses_the_answer(weights: sync.Weights, *given: Any) -> None:
+            publish(weights, *given)
+            raise OperationTimeout("it has not answered", memory="in_doubt")
+
+        def fails(*_: object) -> None:
+            raise OperationTimeout("it still stands", memory="in_doubt")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(sync.Weights, "publish", loses_the_answer)
+            if not is_back:
+                broken.setattr(sync.Weights, "unpublish", fails)
+            with pytest.raises(OperationTimeout, match="not answered" if is_back else "stands"):
+                trainer.send_weights()
+        assert (trainer._weights.version is None) is is_back
+        assert trainer.send_weights() == first + 2

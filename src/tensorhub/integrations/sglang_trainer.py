@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from tensorhub import sync
-from tensorhub.errors import InvalidValue, StateError, shown
+from tensorhub.errors import InvalidValue, StateError, TensorHubError, shown
 from tensorhub.integrations.fleet import Fleet
 from tensorhub.integrations.given import bounded
 from tensorhub.integrations.readers import Readers
 from tensorhub.integrations.sglang_server import MARGIN_S, Session
 from tensorhub.integrations.trainer_group import GROUP, register_trainer
-from tensorhub.types import Options, VersionInfo
+from tensorhub.types import HandleState, Options, VersionInfo
 
 if TYPE_CHECKING:
     from torch import nn
@@ -133,9 +133,19 @@ class Trainer:
     def _publish(self, version: int | None, call: Callable[[VersionInfo], object]) -> int:
         if self._is_closed:
             raise StateError("this Trainer is closed: make another one to send weights")
-        info = self._weights.publish(
-            self.version + 1 if version is None else version, self._timeout_s
-        )
+        if self._weights.state in (
+            HandleState.READY,
+            HandleState.IN_DOUBT,
+        ):  # it could not be ended
+            self._weights.unpublish(self._timeout_s)
+        number = self.version + 1 if version is None else version
+        try:
+            info = self._weights.publish(number, self._timeout_s)
+        except TensorHubError as error:
+            if error.memory == "in_doubt":  # it may be published all the same
+                self.version = number
+                self._weights.unpublish(self._timeout_s)
+            raise
         before, self.version = self._sent, info.version
         self._sent = info.version
         try:
