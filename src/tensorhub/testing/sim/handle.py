@@ -166,8 +166,9 @@ class HandleShell:
     def check_invariants(self) -> None:
         """Those of its own machines."""
         self.member.check_invariants()
-        if self.pull is not None:
+        if self.pull is not None and not self.pull.is_checked:
             self.pull.books.check_invariants()
+            self.pull.is_checked = self.pull.ended
 
     def shut_readers(self, accesses: Container[int]) -> None:
         """Shut out the lanes of these accesses."""

@@ -358,6 +358,7 @@ class Reading:
         self.all_lanes: list[SimLane] = []
         self.over = self.books.done  # all is verified, or it was stopped: nothing more is asked for
         self.stopped = False
+        self.is_checked = False  # its books, since it has ended: they change no more
         self.patched = False  # some source was granted while nobody held all of it
         self.resumed = False  # a source was added when something had been verified
         for grant in start.grants:

@@ -61,6 +61,8 @@ from tensorhub.worker.member_memory import Content
 
 EXONERATED_MAX = 2  # sources that are not at fault: then it is the reader
 TODO_MAX = 1000  # actions that one handle has still to carry out
+# of memory that its owner may write
+WRITABLE = (HandleState.EMPTY, HandleState.TORN, HandleState.CLOSED)
 RECORD = -1  # stands for a rank: what the store says of an operation
 
 
@@ -651,11 +653,7 @@ class Guarantees:
             return
         handle.check_invariants()
         self.check_content(handle)
-        if handle.idle and handle.member.state in (
-            HandleState.EMPTY,
-            HandleState.TORN,
-            HandleState.CLOSED,
-        ):
+        if handle.member.state in WRITABLE and handle.idle:
             self.check_closed(handle)
         self.retained.check_known(handle)
         todo = len(handle.todo)
