@@ -376,7 +376,8 @@ class Version(_Moving[VersionState]):
         """The recorded ids of the manifest of that shard and of its last part ("": none). None: the
         record does not say.
         """
-        first, second, end = (ID_BYTES * (2 * shard + place) for place in range(3))
+        first = ID_BYTES * 2 * shard
+        second, end = first + ID_BYTES, first + 2 * ID_BYTES
         parts_id = self.manifest_ids[second:end]
         return (
             (self.manifest_ids[first:second].hex(), parts_id.hex() if any(parts_id) else "")

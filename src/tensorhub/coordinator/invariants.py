@@ -516,12 +516,12 @@ def _group(cluster: Cluster, group: Group, found: Container[object]) -> None:
     torn = [replica for replica in group.replicas if replica.state is ReplicaState.TORN]
     demand(len(torn) <= 1, "a group has one torn replica at most", group.name)
     for replica in group.replicas:
-        _replica(cluster, group, replica)
+        _replica(replica, group, found)
     if group.operation is not None:
         _operation(cluster, group.operation, found)
 
 
-def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
+def _replica(replica: Replica, group: Group, found: Container[object]) -> None:
     version = replica.version
     demand(replica.group is group, "a replica is its group's", replica)
     demand(replica.state is not ReplicaState.GONE, "gone replicas are forgotten", replica)
@@ -533,7 +533,7 @@ def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
     drains = replica.state is ReplicaState.DRAINING
     # G7
     demand(not (drains and replica.is_whole), "a replica that no rank leaves serves again", replica)
-    if version.visible:
+    if version.visible and version not in found:
         _available(version)
     for rank, holding in replica.holdings.items():
         demand(holding.rank == rank, "a replica's holdings are filed by rank", replica)
