@@ -216,6 +216,8 @@ def _member(cluster: Cluster, member: Member, found: Container[object]) -> None:
 
 def _is_fed(holding: Holding) -> bool:
     """Whether the holding is complete, or its chain of sources ends at a complete holding."""
+    if holding.verified:
+        return True
     todo, seen = [holding], {holding: None}
     while todo:
         further = [
@@ -242,17 +244,11 @@ def _held(member: Member, holding: Holding) -> None:
     demand(holding.verified or not holding.complete, "what is complete is verified", holding)
     demand(holding.is_fed == _is_fed(holding), "what is filled is known to be", holding)
     demand(holding.member is member, "a holding is one member's", holding)
-    readers = [
-        lease.part.member.worker
-        for lease in holding.readers.values()
-        if lease.state is LeaseState.ACTIVE
-    ]
+    readers = [lease for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE]
     demand(
         holding.traffic.active_readers == len(readers), "a source's readers are counted", holding
     )
-    yielding = sum(
-        lease.yields for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE
-    )
+    yielding = sum([lease.yields for lease in readers])
     demand(
         holding.traffic.yielding == yielding, "a source's readers that yield are counted", holding
     )
