@@ -16,6 +16,7 @@ from tensorhub.errors import (
     IntegrityError,
     InvalidValue,
     ManifestMismatch,
+    OperationTimeout,
     RegistrationError,
     StateError,
     VersionConflict,
@@ -138,6 +139,28 @@ def check(llm: Any, model: torch.nn.Module) -> None:
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
     theirs = checksums(llm)
     assert {name for name in ours if ours[name] != theirs[name]} == set()
+
+
+def test_weights_that_may_have_been_published_may_be_written_and_take_their_number(
+    llm: Any, trainers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the coordinator stood still."""
+    model, publish = actor(), sync.Weights.publish
+    trainer = trainers(model)
+    trainer.send_weights()
+
+    def loses_the_answer(weights: sync.Weights, *given: Any) -> None:
+        publish(weights, *given)
+        raise OperationTimeout("it has not answered", memory="in_doubt")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(sync.Weights, "publish", loses_the_answer)
+        with pytest.raises(OperationTimeout, match="has not answered"):
+            trainer.send_weights()
+    train(model)
+    trainer.send_weights()
+    assert Stamp.parse(llm.get_weight_version()).version == 2
+    check(llm, model)
 
 
 @pytest.mark.parametrize("host_memory_bytes", [0, 2**30])

@@ -17,7 +17,7 @@ from torch import nn
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
 from tensorhub import shared_empty_like, sync
-from tensorhub.errors import InvalidType, RegistrationError, shown, some
+from tensorhub.errors import InvalidType, RegistrationError, TensorHubError, shown, some
 from tensorhub.integrations.announced import SERVERS, announced
 from tensorhub.integrations.fleet import Fleet
 from tensorhub.integrations.given import bounded
@@ -30,7 +30,7 @@ from tensorhub.integrations.vllm_session import (
     Session,
     Settings,
 )
-from tensorhub.types import Options, VersionInfo
+from tensorhub.types import HandleState, Options, VersionInfo
 
 if TYPE_CHECKING:
     from tensorhub.layouts.views import Sources
@@ -194,27 +194,34 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
         paused (`TrainerInit.resume_torn`) until an update succeeds.
         """
         number = self._version + 1 if version is None else version
-        if (
-            self._buffers is not None
-            and self._weights is not None
-            and self._weights.version is not None
-        ):
+        held = HandleState.READY, HandleState.IN_DOUBT  # copies, or what could not be ended
+        if self._weights is not None and self._weights.state in held:
             self._weights.unpublish(self._init.timeout_s)
         self._copy()
         if self._weights is None:
             return
-        with self._published(self._weights, number) as info:
-            before, self._version, self._sent = self._sent, number, number
-            if self.is_sender:
-                self._readers.check(before, self._init.timeout_s)
-                self._fleet.update(info)
+        try:
+            with self._published(self._weights, number) as info:
+                before, self._version, self._sent = self._sent, number, number
+                if self.is_sender:
+                    self._readers.check(before, self._init.timeout_s)
+                    self._fleet.update(info)
+        except TensorHubError as error:
+            if error.memory == "in_doubt":  # it may be published all the same
+                self._version = number
+            raise
 
     @contextlib.contextmanager
     def _published(self, weights: sync.Weights, number: int) -> Iterator[VersionInfo]:
         """Publish the present weights, on all ranks, as long as engines read them. Copies of a
         `WeightSource` stay published.
         """
-        info = weights.publish(number, self._init.timeout_s)
+        try:
+            info = weights.publish(number, self._init.timeout_s)
+        except TensorHubError as error:
+            if error.memory == "in_doubt":
+                weights.unpublish(self._init.timeout_s)
+            raise
         try:
             yield info
         finally:
