@@ -133,10 +133,8 @@ class Trainer:
     def _publish(self, version: int | None, call: Callable[[VersionInfo], object]) -> int:
         if self._is_closed:
             raise StateError("this Trainer is closed: make another one to send weights")
-        if self._weights.state in (
-            HandleState.READY,
-            HandleState.IN_DOUBT,
-        ):  # it could not be ended
+        held = HandleState.READY, HandleState.IN_DOUBT  # what could not be ended
+        if self._weights.state in held:
             self._weights.unpublish(self._timeout_s)
         number = self.version + 1 if version is None else version
         try:
