@@ -120,7 +120,8 @@ def with_neighbours(noted: Iterable[Noted]) -> dict[Noted, None]:
     return found
 
 
-# Each check of a version looks at its holdings: `found` has what is checked, too.
+# `found` has all that is checked in this turn. The check of a version covers its holdings, so the
+# checks below leave the holdings of a version in `found` to it.
 
 
 def _worker(cluster: Cluster, worker: Worker, found: Container[object]) -> None:

@@ -200,16 +200,11 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
         self._copy()
         if self._weights is None:
             return
-        try:
-            with self._published(self._weights, number) as info:
-                before, self._version, self._sent = self._sent, number, number
-                if self.is_sender:
-                    self._readers.check(before, self._init.timeout_s)
-                    self._fleet.update(info)
-        except TensorHubError as error:
-            if error.memory == "in_doubt":  # it may be published all the same
-                self._version = number
-            raise
+        with self._published(self._weights, number) as info:
+            before, self._version, self._sent = self._sent, number, number
+            if self.is_sender:
+                self._readers.check(before, self._init.timeout_s)
+                self._fleet.update(info)
 
     @contextlib.contextmanager
     def _published(self, weights: sync.Weights, number: int) -> Iterator[VersionInfo]:
@@ -219,7 +214,8 @@ class Trainer(TrainerWeightTransferEngine[TrainerInit]):  # type: ignore[type-ar
         try:
             info = weights.publish(number, self._init.timeout_s)
         except TensorHubError as error:
-            if error.memory == "in_doubt":
+            if error.memory == "in_doubt":  # it may be published all the same
+                self._version = number
                 weights.unpublish(self._init.timeout_s)
             raise
         try:
